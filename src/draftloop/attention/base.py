@@ -1,0 +1,105 @@
+"""What a model asks of attention, and what a backend must say about itself.
+
+Shape suffixes: T tokens in the pass, R rows in the pass, H query heads, G key/value heads,
+D head size, P pages in the pool, S tokens per page, M rows in the engine, N pages per row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+def run_here(call: Callable[[], None]) -> None:
+    """Run an attention call in place: eager, or inside a full graph."""
+    call()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBatch:
+    """Which tokens attend to what in one forward pass. It is passed to the model, never global.
+
+    All tensors live on the device, so a captured graph reads the lengths of the moment.
+    A padding row has `kv_lens_R == 0` and attends to nothing; its tokens write to page 0,
+    which belongs to nobody.
+    """
+
+    rows_R: Tensor
+    """int32 [R]: engine row of each entry, an index into `page_table_MN`."""
+    query_starts_R1: Tensor
+    """int32 [R+1]: entry r's tokens are `query_starts[r] : query_starts[r+1]`."""
+    kv_lens_R: Tensor
+    """int32 [R]: keys that entry r's *last* token sees, those of this pass included."""
+    positions_T: Tensor
+    """int64 [T]: position of each token in its sequence (rotary angle)."""
+    slots_T: Tensor
+    """int64 [T]: where each token's key and value go, `page * page_size + offset`."""
+    page_table_MN: Tensor
+    """int32 [M, N]: pages of every engine row, in order; 0 where none is assigned."""
+    max_query_len: int
+    """Upper bound of tokens per entry, frozen at capture."""
+    uniform: bool
+    """True if every entry has exactly `max_query_len` tokens (T == R * max_query_len)."""
+    causal: bool = True
+    """False: every token of an entry sees all `kv_lens_R` keys (block drafters)."""
+    attend: Callable[[Callable[[], None]], None] = run_here
+    """Runs an attention call: in place, or between the captured segments of a piecewise graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The part of a model that its attention backend must know."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSupport:
+    """What a backend can be captured for, with the reason where it cannot."""
+
+    uniform: bool
+    """Full graphs for batches in which every row has the same number of tokens."""
+    ragged: bool
+    """Full graphs for batches whose lengths are known only on the device."""
+    reason: str = ""
+
+
+class AttentionBackend(ABC):
+    """Paged attention over one model's cache. One file per backend; one instance per model."""
+
+    name: ClassVar[str]
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+
+    @classmethod
+    @abstractmethod
+    def graph_support(cls, device_type: str) -> GraphSupport:
+        """What may be captured on this kind of device ("cpu" or "cuda")."""
+
+    @classmethod
+    def check(cls, shape: AttentionShape, device_type: str) -> None:
+        """Refuse a shape or device that this backend cannot serve. Raises ConfigError."""
+
+    @abstractmethod
+    def attend(
+        self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, out_THD: Tensor, *, sliding_window: int | None
+    ) -> None:
+        """Attend to the pages and write `out_THD`; keys of this pass are already in the pages.
+
+        `kv_2PSGD` is one layer's cache: keys at index 0, values at 1. With a sliding window w, a
+        token at position p sees positions p-w+1 .. p. Rows with no keys get zeros, whatever the
+        pages hold (pages that belong to nobody may hold NaN).
+        """

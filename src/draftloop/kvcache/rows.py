@@ -1,0 +1,82 @@
+"""The state that a row keeps on the device for as long as its request lives.
+
+Phases are given row numbers and find everything else here, so the host can launch the next
+iteration without knowing how many tokens the last one accepted.
+
+Shape suffixes: M rows of the engine, plus one; L longest sequence, plus the draft overhang;
+K draft length; N pages per row; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NO_DRAFT = -1
+"""Marks a draft slot in which nothing was drafted. It is never embedded."""
+
+NULL_PAGE = 0
+"""The page that belongs to nobody: padding writes there, and unassigned table entries point to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowState:
+    """Everything the device knows of each row.
+
+    The last row, `padding_row`, belongs to nobody: padded batch entries name it. It holds one
+    token, no pages, and never changes.
+    """
+
+    tokens_ML: Tensor
+    """int32: prompt and emitted tokens. The last one is the *bonus token*: emitted, but not yet in the cache."""
+    num_tokens_M: Tensor
+    """int32: how many of them are valid."""
+    max_tokens_M: Tensor
+    """int32: the row's length limit; acceptance stops there."""
+    drafts_MK: Tensor
+    """int32: drafts to verify next, NO_DRAFT where there is none."""
+    draft_probs_MKV: Tensor | None
+    """float32: distribution that each draft was drawn from; None where drafters draft greedily."""
+    page_table_MN: Tensor
+    """int32: pages of the row, in order; NULL_PAGE where none is assigned."""
+    temperature_M: Tensor
+    top_k_M: Tensor
+    top_p_M: Tensor
+    min_p_M: Tensor
+    seed_M: Tensor
+
+    @property
+    def padding_row(self) -> int:
+        return self.num_tokens_M.shape[0] - 1
+
+    @classmethod
+    def create(
+        cls, *, num_rows: int, max_model_len: int, num_drafts: int, page_size: int, draft_vocab: int, device: torch.device
+    ) -> RowState:
+        """Allocate for `num_rows` requests of at most `max_model_len` tokens.
+
+        `draft_vocab` > 0 also keeps the distribution of each draft.
+        """
+        rows = num_rows + 1
+        # a verify block may reach this far past the limit; what it finds there is dropped
+        length = max_model_len + num_drafts + 1
+        pages = -(-length // page_size)
+
+        def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        return cls(
+            tokens_ML=full(rows, length),
+            num_tokens_M=full(rows, value=1),
+            max_tokens_M=full(rows, value=1),
+            drafts_MK=full(rows, num_drafts, value=NO_DRAFT),
+            draft_probs_MKV=full(rows, num_drafts, draft_vocab, dtype=torch.float32) if draft_vocab else None,
+            page_table_MN=full(rows, pages, value=NULL_PAGE),
+            temperature_M=full(rows, dtype=torch.float32),
+            top_k_M=full(rows),
+            top_p_M=full(rows, value=1, dtype=torch.float32),
+            min_p_M=full(rows, dtype=torch.float32),
+            seed_M=full(rows, dtype=torch.int64),
+        )
