@@ -1,0 +1,116 @@
+"""What users may ask of the engine. Names and meanings are vLLM's where vLLM has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from draftloop.config.fields import build, check, check_fields
+from draftloop.config.speculative import SpeculativeConfig
+
+CudagraphMode = Literal["auto", "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+
+PAGE_SIZES = (16, 32, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that is fixed when an engine starts. Each docstring is also the option's help."""
+
+    model: str = "smollm2-135m"
+    """Hub id, local folder or alias."""
+    tokenizer: str | None = None
+    """Tokenizer to use instead of the model's: hub id or folder."""
+    revision: str | None = None
+    """Branch, tag or commit of the model on the hub."""
+    download_dir: str | None = None
+    """Folder for downloaded models instead of the default caches."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """How weights are loaded; dummy makes random ones, for benchmarks."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and activations; auto: float32 on a CPU, the model's own on a GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes the GPU if there is one."""
+    seed: int = 0
+    """Seed of the requests that bring none."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and answer together; left out, the model's own length."""
+    max_num_seqs: int = 16
+    """Rows: requests that run at the same time."""
+    max_num_batched_tokens: int | None = None
+    """Prompt tokens that one step may process; longer prompts run in chunks."""
+    max_prefill_rows: int = 16
+    """Prompts that one step may process."""
+    block_size: int | None = None
+    """Tokens per cache page: 16, 32 or 64."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory to use, in (0, 1]."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes for the cache pages, instead of what memory allows."""
+    enforce_eager: bool = False
+    """Capture nothing; same as --cudagraph-mode NONE."""
+    cudagraph_mode: CudagraphMode = "auto"
+    """Which batches run as captured graphs (as recorded tapes on a CPU)."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    """Row counts to capture, instead of the default ladder. The unit is rows, not tokens."""
+    require_graphs: bool = False
+    """Make it an error where a step that allows graphs is not covered or runs eager."""
+    attention_backend: str = "auto"
+    """Attention implementation; auto takes the best one for the device."""
+    async_scheduling: bool | None = None
+    """Plan the next step while one runs; left out, on for GPUs unless the drafter works on the host."""
+    disable_log_stats: bool = False
+    """Log no statistics while serving."""
+    use_tqdm_on_load: bool = True
+    """Show a progress bar while weights load."""
+    speculative_config: SpeculativeConfig | None = None
+    """Speculation as JSON, such as '{"method": "ngram", "num_speculative_tokens": 5}'."""
+
+    @classmethod
+    def from_mapping(cls, **values: Any) -> EngineConfig:
+        """Make it from keywords, `speculative_config` as a dict. Raises ConfigError naming the nearest keyword."""
+        return build(cls, "engine setting", values)
+
+    def __post_init__(self) -> None:
+        self._accept_kin()
+        check_fields(self)
+        self._need(bool(self.model), "model", "a hub id, a folder or an alias")
+        self._need(0 <= self.seed < 2**63, "seed", "in [0, 2**63)")
+        for name in ("max_num_seqs", "max_prefill_rows"):
+            self._need(getattr(self, name) >= 1, name, "an integer >= 1")
+        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            self._need(value is None or value >= 1, name, "an integer >= 1")
+        self._need(self.block_size in (None, *PAGE_SIZES), "block_size", "16, 32 or 64")
+        self._need(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "in (0, 1]")
+        sizes = self.cudagraph_capture_sizes
+        if sizes is not None:
+            name = "cudagraph_capture_sizes"
+            self._need(len(sizes) > 0, name, "a list of at least one row count (enforce_eager captures nothing)")
+            self._need(min(sizes) >= 1, name, "a list of row counts >= 1")
+            limit = f"a list of row counts up to max_num_seqs, {self.max_num_seqs} (the unit is rows, not tokens)"
+            self._need(max(sizes) <= self.max_num_seqs, name, limit)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The speculation in force: None where there is none or K = 0 was asked for."""
+        spec = self.speculative_config
+        return spec if spec is not None and spec.enabled else None
+
+    def _accept_kin(self) -> None:
+        """Take what Python callers naturally pass: lists, dicts, paths, torch dtypes."""
+        put = object.__setattr__
+        put(self, "speculative_config", SpeculativeConfig.from_mapping(self.speculative_config))
+        for name in ("model", "tokenizer", "download_dir"):
+            if isinstance(value := getattr(self, name), os.PathLike):
+                put(self, name, os.fspath(value))
+        if type(self.dtype).__module__ == "torch":
+            put(self, "dtype", str(self.dtype).removeprefix("torch."))
+        sizes = self.cudagraph_capture_sizes
+        if isinstance(sizes, Sequence) and not isinstance(sizes, str):
+            put(self, "cudagraph_capture_sizes", tuple(sizes))
+
+    def _need(self, ok: bool, name: str, limit: str) -> None:
+        check(ok, self, name, limit)

@@ -1,0 +1,54 @@
+"""Every environment variable that draftloop reads, in one table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from draftloop.errors import ConfigError, nearest
+
+PREFIX = "DRAFTLOOP_"
+
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """The `DRAFTLOOP_*` variables, typed. A field's variable is its name in capitals with the prefix."""
+
+    log_level: LogLevel = "INFO"
+    """How much is logged to stderr: DEBUG, INFO, WARNING or ERROR."""
+    cache_root: Path
+    """Folder of converted models; by default draftloop/ in the user's cache folder."""
+    poison: bool = False
+    """Fill padding, free pages and graph-owned memory with NaN before every replay (tests)."""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
+        """Read the process environment. Raises ConfigError for an unknown variable or a value that does not fit."""
+        environ = os.environ if environ is None else environ
+        known = [PREFIX + name.upper() for name in cls.__dataclass_fields__]
+        for name in sorted(environ):
+            if name.startswith(PREFIX) and name not in known:
+                raise ConfigError(f"unknown environment variable {name!r}{nearest(name, known)}")
+        # An empty variable counts as unset, as in most shells' scripts.
+        given = {name: environ[name] for name in known if environ.get(name)}
+        level = given.get(PREFIX + "LOG_LEVEL", "INFO").upper()
+        if level not in get_args(LogLevel):
+            raise ConfigError(f"{PREFIX}LOG_LEVEL is {level!r}; it must be one of {', '.join(get_args(LogLevel))}")
+        poison = given.get(PREFIX + "POISON", "0").lower()
+        if poison not in ("0", "1", "false", "true"):
+            raise ConfigError(f"{PREFIX}POISON is {poison!r}; it must be 0 or 1")
+        root = given.get(PREFIX + "CACHE_ROOT")
+        return cls(
+            log_level=level,  # pyrefly: ignore[bad-argument-type]
+            cache_root=Path(root).expanduser() if root else _user_cache(environ) / "draftloop",
+            poison=poison in ("1", "true"),
+        )
+
+
+def _user_cache(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

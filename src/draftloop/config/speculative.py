@@ -1,0 +1,101 @@
+"""How tokens are drafted and accepted. Key names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from draftloop.config.fields import build, check, check_fields
+from draftloop.errors import ConfigError
+
+MAX_SPECULATIVE_TOKENS = 32
+
+_PREFIX = "speculative_config key "
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """What drafts, and how drafts are accepted. None means "not given": the drafter's default holds."""
+
+    method: str | None = None
+    """The drafter: ngram, draft_model, synthetic, or any other that is registered."""
+    model: str | None = None
+    """The drafter's model: hub id, folder or alias."""
+    num_speculative_tokens: int | None = None
+    """Tokens drafted per step, 0 to 32; 0 turns speculation off."""
+    prompt_lookup_min: int | None = None
+    """ngram: shortest run of tokens that counts as a match."""
+    prompt_lookup_max: int | None = None
+    """ngram: longest run of tokens that is looked up."""
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = None
+    """greedy: draft the most likely token. probabilistic: sample from the drafter and accept by its probabilities."""
+    rejection_sample_method: Literal["standard", "synthetic"] | None = None
+    """standard: lossless. synthetic: forced acceptance, for benchmarks without a trained drafter."""
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    """Share of steps in which the first i drafts are all accepted, for i = 1 .. K; never rising."""
+    synthetic_acceptance_length: float | None = None
+    """Mean tokens per step, the bonus token included; in [1, K+1]."""
+    max_model_len: int | None = None
+    """Longest sequence that the drafter's model sees."""
+    revision: str | None = None
+    """Branch, tag or commit of the drafter's model on the hub."""
+    attention_backend: str | None = None
+    """Attention of the drafter's model, where it is not the target's."""
+    load_format: Literal["auto", "safetensors", "dummy"] | None = None
+    """How the drafter's weights are loaded; dummy makes random ones."""
+    script: Callable[[str, list[int], int], list[int]] | None = None
+    """Drafts given by a function of (request id, token ids, K); Python only, for tests."""
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:
+        """Make it from a dict as vLLM's `speculative_config`; None stays None.
+
+        Raises ConfigError naming the key, its value and what would fit.
+        """
+        if values is None or isinstance(values, SpeculativeConfig):
+            return values
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"speculative_config is {values!r}; it must be a mapping")
+        return build(cls, "speculative_config key", values)
+
+    def __post_init__(self) -> None:
+        rates = self.synthetic_acceptance_rates
+        if isinstance(rates, Sequence) and not isinstance(rates, str):
+            object.__setattr__(self, "synthetic_acceptance_rates", tuple(rates))
+        check_fields(self, _PREFIX)
+        num = self.num_speculative_tokens
+        self._need(num is None or 0 <= num <= MAX_SPECULATIVE_TOKENS, "num_speculative_tokens", "in [0, 32]")
+        if self.method is None and self.model is None and num != 0:
+            raise ConfigError("speculative_config names neither a method nor a model; give one, or leave it out")
+        for name in ("prompt_lookup_min", "prompt_lookup_max", "max_model_len"):
+            value = getattr(self, name)
+            self._need(value is None or value >= 1, name, "an integer >= 1")
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is not None and high is not None:
+            self._need(low <= high, "prompt_lookup_min", f"at most prompt_lookup_max, {high}")
+        self._check_synthetic()
+
+    @property
+    def enabled(self) -> bool:
+        """False where K = 0 was asked for."""
+        return self.num_speculative_tokens != 0
+
+    def _check_synthetic(self) -> None:
+        num, rates = self.num_speculative_tokens, self.synthetic_acceptance_rates
+        length = self.synthetic_acceptance_length
+        if rates is not None and length is not None:
+            both = "both synthetic_acceptance_rates and synthetic_acceptance_length"
+            raise ConfigError(f"speculative_config gives {both}; leave one out")
+        if rates is not None:
+            name = "synthetic_acceptance_rates"
+            self._need(all(0 <= rate <= 1 for rate in rates), name, "a list of numbers in [0, 1]")
+            self._need(list(rates) == sorted(rates, reverse=True), name, "a list that never rises")
+            self._need(num is None or len(rates) == num, name, f"one number per speculative token, {num}")
+        if length is not None:
+            top = (MAX_SPECULATIVE_TOKENS if num is None else num) + 1
+            limit = f"in [1, num_speculative_tokens + 1], here [1, {top}]"
+            self._need(1 <= length <= top, "synthetic_acceptance_length", limit)
+
+    def _need(self, ok: bool, name: str, limit: str) -> None:
+        check(ok, self, name, limit, _PREFIX)
