@@ -1,0 +1,1 @@
+"""Benchmarks: `draftloop bench`, its prompts, and the files of numbers it writes."""

@@ -1,0 +1,41 @@
+"""What all tests share: a clean environment, few threads, and no GPU tests without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Before anything imports torch: each xdist worker would otherwise start one thread per core.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[_name] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_OURS = "DRAFTLOOP_"
+# DRAFTLOOP_POISON is left alone: the whole suite must pass with it. So is the cache, which saves downloads.
+_KEPT = ("DRAFTLOOP_POISON", "DRAFTLOOP_CACHE_ROOT")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in [n for n in os.environ if n.startswith(_OURS) and n not in _KEPT]:
+        del os.environ[name]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; there is none"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
