@@ -1,0 +1,192 @@
+"""Attention by torch's own kernels: the default on CPU, and what the other backends are compared with.
+
+The whole of it is one opaque operator that reads the lengths from memory when it runs, as a GPU
+kernel reads them from device memory. So a CPU tape records one call and replays it on the
+lengths of the moment.
+
+Shape suffixes: T tokens, R rows, H query heads, G key/value heads, D head size, P pages, S tokens
+per page, M rows of the engine, N pages per row, Q tokens of one row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport
+from draftloop.errors import ConfigError
+
+MAX_CACHED_QUERY_LEN = 64
+"""Masks of longer (prefill) blocks are built when needed; shorter ones repeat in every layer and step."""
+
+
+def build_mask(query_len: int, kv_len: int, window: int, causal: bool, like: Tensor) -> Tensor:
+    """[Q, keys] additive mask: 0 where query i (at position kv_len - Q + i) sees key j, else -inf."""
+    offset_QS = torch.arange(kv_len, device=like.device) - torch.arange(
+        kv_len - query_len, kv_len, device=like.device
+    ).unsqueeze(1)
+    hidden = offset_QS > 0 if causal else torch.zeros_like(offset_QS, dtype=torch.bool)
+    if window:
+        hidden |= offset_QS <= -window
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+
+
+class MaskCache:
+    """Masks of short blocks. They depend only on the distance to a row's end, so one wide mask,
+    cut to a row's last keys, serves every length."""
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple, Tensor] = {}
+
+    def get(self, query_len: int, kv_len: int, window: int, causal: bool, like: Tensor) -> Tensor:
+        """As `build_mask`."""
+        if query_len > MAX_CACHED_QUERY_LEN:
+            return build_mask(query_len, kv_len, window, causal, like)
+        key = (query_len, window, causal, like.dtype, like.device)
+        mask = self._masks.get(key)
+        if mask is None or mask.shape[1] < kv_len:
+            width = max(256, 1 << (kv_len - 1).bit_length())
+            mask = self._masks[key] = build_mask(query_len, width, window, causal, like)
+        return mask[:, mask.shape[1] - kv_len :]
+
+
+MASKS = MaskCache()
+
+
+def read_pages(kv_2PSGD: Tensor, pages_N: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """The first keys and values of some pages, both [1, G, keys, D]; no copy where the pages are adjacent."""
+    _, _, page_size, num_kv_heads, head_dim = kv_2PSGD.shape
+    ids = pages_N.tolist()
+    if ids == list(range(ids[0], ids[0] + len(ids))):
+        # one strided view: a chain of slices and transposes costs more than the attention of a short row
+        kv_stride, page_stride, token_stride, head_stride, _ = kv_2PSGD.stride()
+        size, stride = (1, num_kv_heads, num_keys, head_dim), (0, head_stride, token_stride, 1)
+        if page_stride == page_size * token_stride:
+            offset = kv_2PSGD.storage_offset() + ids[0] * page_stride
+            return kv_2PSGD.as_strided(size, stride, offset), kv_2PSGD.as_strided(size, stride, offset + kv_stride)
+    keys, values = (side.index_select(0, pages_N).flatten(0, 1)[:num_keys] for side in kv_2PSGD.unbind(0))
+    return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+
+
+def attend_row(
+    q_QHD: Tensor,
+    kv_2PSGD: Tensor,
+    pages_N: Tensor,
+    kv_len: int,
+    out_QHD: Tensor,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> None:
+    """One row with at least one key. `window` 0 means none."""
+    query_len, num_heads, head_dim = q_QHD.shape
+    page_size, num_kv_heads = kv_2PSGD.shape[2:4]
+    # whole pages before the first key that the first token sees are left out
+    first_page = max(0, kv_len - query_len + 1 - window) // page_size if window else 0
+    num_keys = kv_len - first_page * page_size
+    keys, values = read_pages(kv_2PSGD, pages_N[first_page : -(-kv_len // page_size)], num_keys)
+
+    if query_len == 1 and (not window or num_keys <= window):
+        # the query heads of one key/value head are its queries: keys are read once, and no mask is needed
+        packed = (1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        out_QHD.view(packed).copy_(scaled_dot_product_attention(q_QHD.view(packed), keys, values, scale=scale))
+        return
+    mask, whole = None, False
+    if causal and query_len == kv_len and not window:
+        whole = True
+    elif causal or window:
+        mask = MASKS.get(query_len, num_keys, window, causal, q_QHD)
+    out_1HQD = scaled_dot_product_attention(
+        q_QHD.transpose(0, 1).unsqueeze(0),
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=whole,
+        scale=scale,
+        enable_gqa=num_heads != num_kv_heads,
+    )
+    out_QHD.copy_(out_1HQD[0].transpose(0, 1))
+    if query_len > kv_len and causal:
+        # tokens before the sequence's first position see nothing; a softmax over nothing is not a number
+        out_QHD[: query_len - kv_len].zero_()
+
+
+def paged_attention(
+    q_THD: Tensor,
+    kv_2PSGD: Tensor,
+    rows_R: Tensor,
+    query_starts_R1: Tensor,
+    kv_lens_R: Tensor,
+    page_table_MN: Tensor,
+    out_THD: Tensor,
+    query_len: int,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> None:
+    """Body of `draftloop::paged_attention`. `query_len` > 0: every row has that many tokens; 0: ragged."""
+    # a tape refuses host reads while it records; those below happen again at every replay
+    with torch._C.DisableTorchFunction():
+        kv_lens = kv_lens_R.tolist()
+        starts = range(0, query_len * (len(kv_lens) + 1), query_len) if query_len else query_starts_R1.tolist()
+        for entry, row in enumerate(rows_R.tolist()):
+            start, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
+            if start == end:
+                continue
+            out_QHD = out_THD[start:end]
+            if kv_len <= 0:
+                out_QHD.zero_()
+                continue
+            attend_row(q_THD[start:end], kv_2PSGD, page_table_MN[row], kv_len, out_QHD, causal, window, scale)
+        if starts[-1] < out_THD.shape[0]:
+            out_THD[starts[-1] :].zero_()
+
+
+# not torch.library.custom_op, whose wrappers cost 6 us a call more
+_LIBRARY = torch.library.Library("draftloop", "FRAGMENT")
+_LIBRARY.define(
+    "paged_attention(Tensor q, Tensor kv, Tensor rows, Tensor query_starts, Tensor kv_lens, Tensor page_table, "
+    "Tensor(a!) out, int query_len, bool causal, int window, float scale) -> ()"
+)
+_LIBRARY.impl("paged_attention", paged_attention, "CPU")
+_LIBRARY.impl("paged_attention", paged_attention, "CUDA")
+_PAGED_ATTENTION = torch.ops.draftloop.paged_attention.default
+
+
+class SdpaBackend(AttentionBackend):
+    """torch.nn.functional.scaled_dot_product_attention, row by row."""
+
+    name = "sdpa"
+
+    @classmethod
+    def graph_support(cls, device_type: str) -> GraphSupport:
+        if device_type == "cpu":
+            return GraphSupport(uniform=True, ragged=True)
+        return GraphSupport(uniform=False, ragged=False, reason="sdpa reads the lengths on the host")
+
+    @classmethod
+    def check(cls, shape: AttentionShape, device_type: str) -> None:
+        """Raises ConfigError where the cache has another dtype than the model."""
+        if shape.kv_dtype != shape.dtype:
+            raise ConfigError(
+                f"attention backend sdpa needs a cache in the model's dtype {shape.dtype}, not {shape.kv_dtype}; "
+                "use kv_cache_dtype auto"
+            )
+
+    def attend(
+        self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, out_THD: Tensor, *, sliding_window: int | None
+    ) -> None:
+        _PAGED_ATTENTION(
+            q_THD,
+            kv_2PSGD,
+            batch.rows_R,
+            batch.query_starts_R1,
+            batch.kv_lens_R,
+            batch.page_table_MN,
+            out_THD,
+            batch.max_query_len if batch.uniform else 0,
+            batch.causal,
+            sliding_window or 0,
+            self.shape.scale,
+        )
