@@ -1,0 +1,90 @@
+"""Random numbers that are a pure function of (seed, position, stream): no generator state.
+
+The same request therefore draws the same noise in any batch, on any device, inside a captured
+graph, after preemption, and however many iterations it took to get there. Each use of a position
+(drafting it, testing the draft, sampling it) has a stream of its own; sharing one would make the
+test depend on the draft that it judges, which changes the distribution.
+
+A key is a SplitMix64 output (Steele, Lea & Flood 2014; Stafford's mix 13). Noise per token is a
+two-round 32-bit finaliser (Wellons' "lowbias32" constants) with half of the key entering in each
+round.
+
+Shape suffixes: N samples, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Stream(IntEnum):
+    """What the noise of a position is used for. Streams are independent of each other."""
+
+    DRAFT = 1
+    """Choosing a draft token."""
+    ACCEPT = 2
+    """Testing a draft token."""
+    SAMPLE = 3
+    """Sampling a token of the target: residual, bonus, or no draft at all."""
+
+
+def _signed(value: int, bits: int) -> int:
+    """`value` as the two's complement integer that torch takes for `bits` bits."""
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+_GOLDEN64 = _signed(0x9E3779B97F4A7C15, 64)
+_STREAM64 = 0xD1342543DE82EF95
+_MIX64 = (_signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64))
+_GOLDEN32 = _signed(0x9E3779B9, 32)
+_MIX32 = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
+
+# 31 random bits to the open unit interval: bits + 0.5 is at most 2**31 in float32, so the factor
+# just below 2**-31 keeps the result at most 1 - 2**-24, and 0.5 keeps it above 0
+_UNIT = (1 - 2**-24) * 2**-31
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's is arithmetic."""
+    return (x >> bits) & ((1 << (x.element_size() * 8 - bits)) - 1)
+
+
+def _key(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
+    """int64: 64 random bits for each (seed, position); shapes broadcast."""
+    offset = _signed(_STREAM64 * stream & (2**64 - 1), 64)
+    x = torch.add(seeds + offset, positions.to(torch.int64), alpha=_GOLDEN64)
+    x = (x ^ _shift(x, 30)) * _MIX64[0]
+    x = (x ^ _shift(x, 27)) * _MIX64[1]
+    return x ^ _shift(x, 31)
+
+
+def uniform(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
+    """float32 in (0, 1), one for each (seed, position); int64 `seeds` and integer `positions` broadcast."""
+    return (_shift(_key(seeds, positions, stream), 33).to(torch.float32) + 0.5) * _UNIT
+
+
+def _log_exponential(seeds_N: Tensor, positions_N: Tensor, stream: Stream, num_tokens: int) -> Tensor:
+    """float32 [N, V]: logarithms of independent Exp(1) variables, always finite. Their negatives are Gumbel."""
+    key_N1 = _key(seeds_N, positions_N, stream)[:, None]
+    ids_V = torch.arange(num_tokens, dtype=torch.int32, device=seeds_N.device)
+    x = torch.add(key_N1.to(torch.int32), ids_V, alpha=_GOLDEN32)
+    x = x ^ _shift(x, 16)
+    # the other half of the key: without it, keys a multiple of the golden ratio apart would shift the same noise
+    x = torch.add((key_N1 >> 32).to(torch.int32), x, alpha=_MIX32[0])
+    x = (x ^ _shift(x, 15)) * _MIX32[1]
+    # an arithmetic shift clears the sign and leaves 31 uniform bits
+    x = x ^ (x >> 16)
+    # log1p resolves small values to 2**-32, and the smallest exponential wins the argmax
+    return torch.log1p((x.to(torch.float32) + 0.5) * -_UNIT).neg().log()
+
+
+def gumbel_argmax(log_probs_NV: Tensor, seeds_N: Tensor, positions_N: Tensor, stream: Stream) -> Tensor:
+    """int64 [N]: one token per row, drawn with probability proportional to `exp(log_probs_NV)`.
+
+    Rows need not be normalised. A token of log probability -inf is never drawn while another is
+    finite. The result is in range whatever the row holds. Source: Gumbel-max (Maddison et al. 2014).
+    """
+    return (log_probs_NV - _log_exponential(seeds_N, positions_N, stream, log_probs_NV.shape[1])).argmax(-1)
