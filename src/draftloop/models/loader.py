@@ -1,0 +1,180 @@
+"""From a model's files to a decoder with weights, its tokenizer and its end-of-sequence ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftloop.errors import ConfigError
+from draftloop.models.config import PRESETS, ModelConfig
+from draftloop.models.progress import progress_bar
+from draftloop.models.resolve import (
+    ALIASES,
+    LOAD_FORMATS,
+    LoadFormat,
+    ModelSource,
+    check_folder,
+    read_json,
+    resolve_model,
+    weight_files,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from draftloop.attention.base import AttentionBackend
+    from draftloop.models.dense import DenseDecoder
+
+__all__ = [
+    "ALIASES",
+    "LOAD_FORMATS",
+    "LoadFormat",
+    "ModelSource",
+    "eos_token_ids",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "resolve_model",
+]
+
+DUMMY_STD = 0.02
+"""Standard deviation of random weights; that of an untrained Llama."""
+
+WEIGHT_DTYPES = ("F32", "BF16", "F16")
+MAX_NAMED = 5
+"""Tensors named in one message."""
+
+
+def load_config(source: ModelSource) -> ModelConfig:
+    """The model's shape. Raises ConfigError for a missing or unsupported config.json."""
+    if source.preset is not None:
+        return PRESETS[source.preset]
+    folder = _folder(source)
+    check_folder(folder, weights=False)
+    return ModelConfig.from_hf(read_json(folder / "config.json"))
+
+
+def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
+    """Ids that end a sequence: those of generation_config.json, else of config.json."""
+    if source.folder is not None and (path := source.folder / "generation_config.json").is_file():
+        ids = read_json(path).get("eos_token_id")
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return load_config(source).eos_token_ids
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
+    """The tokenizer with its chat template; None for a shape preset, which has none.
+
+    tokenizer.json is read as it stands; only folders without one go through AutoTokenizer, which
+    takes seconds to import. Raises ConfigError where the folder holds no tokenizer.
+    """
+    if source.folder is None:
+        return None
+    try:
+        if (source.folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(str(source.folder))
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(source.folder))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ConfigError(f"cannot read the tokenizer in {source.folder}: {error}") from error
+
+
+def load_model(
+    source: ModelSource,
+    config: ModelConfig,
+    backend: AttentionBackend,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int | None = None,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    show_progress: bool | None = None,
+) -> DenseDecoder:
+    """A decoder with weights: the folder's, or with load_format "dummy" random ones made by `seed`.
+
+    `max_positions` defaults to the model's own length. `show_progress` None shows a bar on
+    terminals only. Raises ConfigError for missing, unexpected or misshapen tensors, before any is read.
+    """
+    from draftloop.models.dense import DenseDecoder
+
+    files = [] if load_format == "dummy" else weight_files(_folder(source))
+    model = DenseDecoder(
+        config, backend, device=device, dtype=dtype, max_positions=max_positions or config.max_position_embeddings
+    )
+    if load_format == "dummy":
+        fill_dummy(model, seed=seed)
+    else:
+        fill_from_files(model, files, show_progress=show_progress)
+    return model
+
+
+def fill_dummy(model: DenseDecoder, *, seed: int) -> None:
+    """Random weights, made on the model's device: same seed, same device type, same weights."""
+    import torch
+
+    generator = torch.Generator(device=model.embed_tokens.device).manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if name.endswith("norm"):
+            weight.data.fill_(1)
+        else:
+            weight.data.normal_(0, DUMMY_STD, generator=generator)
+
+
+def fill_from_files(model: DenseDecoder, files: list[Path], *, show_progress: bool | None = None) -> None:
+    """Stream tensors from safetensors files into the fused weights, one at a time. Raises ConfigError."""
+    from safetensors import SafetensorError, safe_open
+
+    destinations = model.destinations()
+    skipped = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    try:
+        check_tensors(files, destinations, skipped)
+        for file in progress_bar(files, "Loading safetensors checkpoint shards", "file", show=show_progress):
+            with safe_open(file, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118  not a dict
+                    if name in destinations:
+                        destinations[name].copy_(shard.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot read the weights in {files[0].parent}: {error}; download them again") from error
+
+
+def check_tensors(files: list[Path], destinations: dict[str, Tensor], skipped: set[str]) -> None:
+    """Compare the files' headers with what the model needs; reads no weights. Raises ConfigError."""
+    from safetensors import safe_open
+
+    found: dict[str, list[int]] = {}
+    wrong: list[str] = []
+    for file in files:
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118  not a dict
+                if name in skipped or name.endswith("rotary_emb.inv_freq"):
+                    continue
+                part = shard.get_slice(name)
+                found[name] = part.get_shape()
+                if part.get_dtype() not in WEIGHT_DTYPES:
+                    wrong.append(f"{name} is of type {part.get_dtype()}, supported: {', '.join(WEIGHT_DTYPES)}")
+    for name, destination in destinations.items():
+        expected = list(destination.shape)
+        if name not in found:
+            wrong.append(f"{name} {expected} is missing")
+        elif found[name] != expected:
+            wrong.append(f"{name} has shape {found[name]}, but config.json asks for {expected}")
+    wrong += [f"{name} {shape} is unexpected" for name, shape in found.items() if name not in destinations]
+    if wrong:
+        more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        raise ConfigError(
+            f"the weights in {files[0].parent} do not fit config.json: {'; '.join(wrong[:MAX_NAMED])}{more}. "
+            "Check that both are of the same model"
+        )
+
+
+def _folder(source: ModelSource) -> Path:
+    if source.folder is None:
+        raise ConfigError(f"{source.name!r} is a shape without files; load_format must be 'dummy' for random weights")
+    return source.folder

