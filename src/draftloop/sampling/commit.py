@@ -25,15 +25,14 @@ def commit(state: RowState, rows_R: Tensor, emitted_RQ: Tensor, num_emitted_R: T
     Rows are distinct, except that the padding row may come many times; it must emit nothing.
     """
     rows_R = rows_R.to(torch.int64)
-    index_Q = torch.arange(emitted_RQ.shape[1], device=emitted_RQ.device)
-    # never past the end: the last places belong to the draft overhang, in which nothing is emitted
-    places_RQ = state.num_tokens_M.index_select(0, rows_R)[:, None] + index_Q
-    places_RQ = places_RQ.clamp(max=state.tokens_ML.shape[1] - 1)
-    # places past the emitted tokens are written with what they hold. All copies of the padding row
-    # then write the same values, so their order does not matter
-    held_RQ = state.tokens_ML[rows_R[:, None], places_RQ]
-    tokens_RQ = torch.where(index_Q < num_emitted_R[:, None], emitted_RQ, held_RQ)
-    state.tokens_ML.index_put_((rows_R[:, None], places_RQ), tokens_RQ)
+    num_tokens_R1 = state.num_tokens_M.index_select(0, rows_R)[:, None]
+    # past its last token a row writes that token again, and a row that emits nothing writes what it
+    # holds: no write lands outside the sequence, and all copies of the padding row write the same
+    last_R1 = num_emitted_R.to(torch.int64)[:, None] - 1
+    index_RQ = torch.minimum(torch.arange(emitted_RQ.shape[1], device=emitted_RQ.device), last_R1)
+    where = (rows_R[:, None], num_tokens_R1 + index_RQ)
+    tokens_RQ = torch.where(last_R1 >= 0, emitted_RQ.gather(1, index_RQ.clamp(min=0)), state.tokens_ML[where])
+    state.tokens_ML.index_put_(where, tokens_RQ)
     state.num_tokens_M.index_add_(0, rows_R, num_emitted_R)
 
 
