@@ -10,18 +10,33 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 triton: Any = None
 tl: Any = None
-if torch.version.cuda is not None or os.environ.get("TRITON_INTERPRET") == "1":
+if torch.version.cuda is not None or INTERPRETED:
     with contextlib.suppress(ImportError):  # no wheel for this platform
         triton = importlib.import_module("triton")
         tl = importlib.import_module("triton.language")
 
 
-def jit(function: Any) -> Any:
-    """`triton.jit` where Triton can run; else the function as it is, never to be launched."""
-    return triton.jit(function) if triton is not None else function
+def jit(*unspecialized: str) -> Callable[[Any], Any]:
+    """`triton.jit` where Triton can run; else the function stays as it is, never to be launched.
+
+    `unspecialized` names integer arguments whose value must not lead to another compilation.
+    """
+
+    def decorate(function: Any) -> Any:
+        return function if triton is None else triton.jit(function, do_not_specialize=list(unspecialized))
+
+    return decorate
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of 2 that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,74 @@
+"""Attention by draftloop's own split-KV kernel: the default on CUDA.
+
+It takes every length from device memory, so whole iterations can be captured around it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport
+from draftloop.errors import ConfigError
+from draftloop.kernels.paged_attention import paged_attention_triton
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+PAGE_SIZES = (16, 32, 64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonBackend(AttentionBackend):
+    """Paged attention with a static grid, for uniform and ragged batches alike."""
+
+    name = "triton"
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        super().__init__(shape, device)
+        self._num_sms, self._pdl = 8, False  # interpreter
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self._num_sms, self._pdl = properties.multi_processor_count, properties.major >= 9
+
+    @classmethod
+    def graph_support(cls, device_type: str) -> GraphSupport:
+        if device_type == "cuda":
+            return GraphSupport(uniform=True, ragged=True)
+        return GraphSupport(uniform=False, ragged=False, reason="Triton kernels run on CUDA devices")
+
+    @classmethod
+    def check(cls, shape: AttentionShape, device_type: str) -> None:
+        """Raises ConfigError for a head size, page size or dtype without a kernel."""
+        if shape.head_dim not in HEAD_DIMS:
+            raise _unsupported("head size", shape.head_dim, HEAD_DIMS)
+        if shape.page_size not in PAGE_SIZES:
+            raise _unsupported("page size", shape.page_size, PAGE_SIZES)
+        if shape.dtype not in DTYPES:
+            raise _unsupported("dtype", shape.dtype, DTYPES)
+        if shape.kv_dtype != shape.dtype:
+            raise _unsupported("cache dtype", shape.kv_dtype, (shape.dtype,))
+        if shape.num_heads % shape.num_kv_heads:
+            raise ConfigError(f"{shape.num_heads} query heads do not divide among {shape.num_kv_heads} key/value heads")
+
+    def attend(
+        self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, out_THD: Tensor, *, sliding_window: int | None
+    ) -> None:
+        paged_attention_triton(
+            q_THD,
+            kv_2PSGD,
+            batch.rows_R,
+            batch.query_starts_R1,
+            batch.kv_lens_R,
+            batch.page_table_MN,
+            out_THD,
+            query_len=batch.max_query_len if batch.uniform else 0,
+            causal=batch.causal,
+            window=sliding_window or 0,
+            scale=self.shape.scale,
+            num_sms=self._num_sms,
+            pdl=self._pdl,
+        )
+
+
+def _unsupported(what: str, value: object, known: tuple) -> ConfigError:
+    supported = ", ".join(str(k) for k in known)
+    return ConfigError(f"attention backend triton does not support {what} {value}; supported: {supported}. Use sdpa")

@@ -1,0 +1,354 @@
+"""Paged attention on the GPU: split-KV flash attention that takes every length from device memory.
+
+The grid depends only on captured shapes, so one captured launch serves all lengths. The query
+heads that share a key/value head are packed with the query tokens into the M dimension of the
+dots, so keys and values are read once per group. The keys of a row are shared out evenly between
+`num_splits` programs; a second kernel combines what they found. No atomics: results repeat bit
+for bit. The torch twin is `draftloop.attention.sdpa`.
+
+Shape suffixes: T tokens, R rows, H query heads, G key/value heads, D head size, P pages, S tokens
+per page, M rows of the engine, N pages per row, X splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftloop.kernels.triton_import import INTERPRETED, jit, next_power_of_2, tl
+
+MAX_SPLITS = 32
+CTAS_PER_SM = 2
+"""How many programs an SM holds at once with the tiles below; also what hides the latency of loads."""
+
+
+@jit("num_rows", "num_tokens", "table_width", "query_len")
+def _attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    rows_ptr,
+    starts_ptr,
+    kv_lens_ptr,
+    table_ptr,
+    num_rows,
+    num_tokens,
+    table_width,
+    query_len,  # of every row, if UNIFORM
+    scale_log2,
+    q_stride_t,
+    q_stride_h,
+    out_stride_t,
+    out_stride_h,
+    kv_stride_page,
+    kv_stride_token,
+    kv_stride_head,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per key/value head
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One block of query tokens of one row, one key/value head, one split of the row's keys."""
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+
+    if UNIFORM:
+        blocks_per_row = tl.cdiv(query_len, BLOCK_Q)
+        entry = block // blocks_per_row
+        block_in_row = block % blocks_per_row
+        start = entry * query_len
+        num_queries = query_len
+    else:
+        # find the row by counting blocks; tokens past the last row form one more row, without keys
+        entries = tl.arange(0, BLOCK_R)
+        starts = tl.load(starts_ptr + entries, mask=entries <= num_rows, other=num_tokens)
+        ends = tl.load(starts_ptr + entries + 1, mask=entries < num_rows, other=num_tokens)
+        blocks = tl.where(entries <= num_rows, (ends - starts + BLOCK_Q - 1) // BLOCK_Q, 0)
+        before = tl.cumsum(blocks, 0) <= block
+        entry = tl.sum(before.to(tl.int32), 0)
+        block_in_row = block - tl.sum(tl.where(before, blocks, 0), 0)
+        # programs past the last block match no entry and come out with no queries
+        start = tl.sum(tl.where(entries == entry, starts, 0), 0)
+        num_queries = tl.sum(tl.where(entries == entry, ends, 0), 0) - start
+
+    live = entry < num_rows
+    kv_len = tl.load(kv_lens_ptr + entry, mask=live, other=0)
+    row = tl.load(rows_ptr + entry, mask=live, other=0)
+    first_query = block_in_row * BLOCK_Q
+    first_position = kv_len - num_queries + first_query
+
+    # packed rows: token-major, then the heads of the group
+    m = tl.arange(0, BLOCK_M)
+    query = first_query + m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    m_live = (query < num_queries) & (m < BLOCK_Q * GROUP)
+    position = kv_len - num_queries + query
+    token = start + query
+    d = tl.arange(0, BLOCK_D)
+    d_live = d < HEAD_DIM
+    q = tl.load(
+        q_ptr + (token * q_stride_t + head * q_stride_h)[:, None] + d[None, :],
+        mask=m_live[:, None] & d_live[None, :],
+        other=0.0,
+    )
+
+    # keys that some token of this block sees, in blocks, and this split's share of them
+    end_key = kv_len
+    if CAUSAL:
+        end_key = tl.maximum(tl.minimum(kv_len, first_position + BLOCK_Q), 0)
+    first_block = 0
+    if WINDOW > 0:
+        first_block = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N
+    num_blocks = tl.maximum(tl.cdiv(end_key, BLOCK_N) - first_block, 0)
+    begin = first_block + num_blocks * split // NUM_SPLITS
+    end = first_block + num_blocks * (split + 1) // NUM_SPLITS
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table_row_ptr = table_ptr + row.to(tl.int64) * table_width
+    kv_head_offset = kv_head * kv_stride_head
+    for key_block in tl.range(begin, end):
+        key = key_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        key_live = key < end_key
+        page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key_live, other=0).to(tl.int64)
+        offset = page * kv_stride_page + key % PAGE_SIZE * kv_stride_token + kv_head_offset
+        kv_offset = offset[:, None] + d[None, :]
+        # what is masked reads as 0, not as what the page holds: 0 * NaN would be NaN
+        kv_live = key_live[:, None] & d_live[None, :]
+        k = tl.load(k_ptr + kv_offset, mask=kv_live, other=0.0)
+        v = tl.load(v_ptr + kv_offset, mask=kv_live, other=0.0)
+
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        seen = key_live[None, :]
+        if CAUSAL:
+            seen = seen & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        # a token that has seen no key yet has no peak; -inf - -inf would be NaN
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if NUM_SPLITS == 1:
+        out_offset = (token * out_stride_t + head * out_stride_h)[:, None] + d[None, :]
+        tl.store(out_ptr + out_offset, result.to(out_ptr.dtype.element_ty), mask=m_live[:, None] & d_live[None, :])
+    else:
+        # an empty split says so in the log-sum-exp; its result is never read
+        index = (token * NUM_HEADS + head) * NUM_SPLITS + split
+        tl.store(lse_ptr + index, tl.where(total == 0.0, float("-inf"), peak + tl.log2(total)), mask=m_live)
+        partial_live = (m_live & (total > 0.0))[:, None] & d_live[None, :]
+        tl.store(partial_ptr + index[:, None] * HEAD_DIM + d[None, :], result, mask=partial_live)
+
+
+@jit()
+def _combine_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    out_stride_t,
+    out_stride_h,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token, one head: weigh the splits' results by their log-sum-exp."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.arange(0, BLOCK_X)
+    d = tl.arange(0, BLOCK_D)
+    index = (token * NUM_HEADS + head) * NUM_SPLITS + x
+    lse = tl.load(lse_ptr + index, mask=x < NUM_SPLITS, other=float("-inf"))
+    full = lse > float("-inf")
+    partial = tl.load(
+        partial_ptr + index[:, None] * HEAD_DIM + d[None, :], mask=full[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+    )
+    peak = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
+    total = tl.sum(weight, 0)
+    result = tl.sum(partial * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    out_offset = token * out_stride_t + head * out_stride_h + d
+    tl.store(out_ptr + out_offset, result.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Launch parameters, a function of captured shapes only."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_blocks: int
+    num_splits: int
+
+
+def choose_tiles(
+    *,
+    num_tokens: int,
+    num_rows: int,
+    query_len: int,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    max_keys: int,
+    num_sms: int,
+) -> Tiles:
+    """Static tile sizes and split count. `query_len` 0 means ragged; `max_keys` bounds any row's length."""
+    packed = (query_len or max(1, num_tokens // num_rows)) * group
+    limit = 128 if query_len == 0 else 64
+    if itemsize == 4:
+        limit = 32  # fp32 tiles do not fit otherwise, and no tensor core works on them exactly
+    elif head_dim > 128:
+        limit = 64
+    block_m = max(16, next_power_of_2(group), min(limit, next_power_of_2(packed)))
+    block_n = 64 if head_dim * itemsize <= 256 else 32
+    num_warps = 8 if block_m >= 128 else 4
+    num_stages = 3 if head_dim * itemsize <= 256 else 2
+
+    block_q = block_m // group
+    # ragged: every row, and the tokens past the last one, may end in a block that is not full
+    num_blocks = num_rows * -(-query_len // block_q) if query_len else num_tokens // block_q + num_rows + 1
+    room = num_sms * CTAS_PER_SM // max(1, num_blocks * num_kv_heads)
+    num_splits = max(1, min(room, MAX_SPLITS, -(-max_keys // block_n)))
+    return Tiles(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        num_blocks=num_blocks,
+        num_splits=num_splits,
+    )
+
+
+def paged_attention_triton(
+    q_THD: Tensor,
+    kv_2PSGD: Tensor,
+    rows_R: Tensor,
+    query_starts_R1: Tensor,
+    kv_lens_R: Tensor,
+    page_table_MN: Tensor,
+    out_THD: Tensor,
+    *,
+    query_len: int,
+    causal: bool,
+    window: int,
+    scale: float,
+    num_sms: int,
+    num_splits: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """Write `out_THD`. `query_len` > 0: every row has that many tokens; 0: ragged. `window` 0: none.
+
+    `pdl` launches the combining kernel before the first one has drained (compute capability 9.0 on).
+    """
+    num_tokens, num_heads, head_dim = q_THD.shape
+    page_size, num_kv_heads = kv_2PSGD.shape[2:4]
+    num_rows = rows_R.shape[0]
+    if not num_tokens:
+        return
+    keys, values = kv_2PSGD.unbind(0)
+    assert q_THD.stride(2) == out_THD.stride(2) == keys.stride(3) == page_table_MN.stride(1) == 1
+    group = num_heads // num_kv_heads
+    tiles = choose_tiles(
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        query_len=query_len,
+        group=group,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        itemsize=q_THD.element_size(),
+        max_keys=page_table_MN.shape[1] * page_size,
+        num_sms=num_sms,
+    )
+    splits = num_splits or tiles.num_splits
+    partial = lse = out_THD
+    if splits > 1:
+        partial = torch.empty(num_tokens, num_heads, splits, head_dim, dtype=torch.float32, device=q_THD.device)
+        lse = torch.empty(num_tokens, num_heads, splits, dtype=torch.float32, device=q_THD.device)
+    block_d = next_power_of_2(head_dim)
+    _attend_kernel[(tiles.num_blocks, num_kv_heads, splits)](
+        q_THD,
+        keys,
+        values,
+        out_THD,
+        partial,
+        lse,
+        rows_R,
+        query_starts_R1,
+        kv_lens_R,
+        page_table_MN,
+        num_rows,
+        num_tokens,
+        page_table_MN.stride(0),
+        query_len,
+        scale * 1.4426950408889634,  # log2(e): the kernel works with powers of 2
+        q_THD.stride(0),
+        q_THD.stride(1),
+        out_THD.stride(0),
+        out_THD.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        UNIFORM=query_len > 0,
+        CAUSAL=causal,
+        WINDOW=window,
+        NUM_SPLITS=splits,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=block_d,
+        BLOCK_R=16 if query_len else next_power_of_2(max(16, num_rows + 1)),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if splits == 1:
+        return
+    block_x = next_power_of_2(splits)
+    options = {} if INTERPRETED or not pdl else {"launch_pdl": True}
+    _combine_kernel[(num_tokens, num_heads)](
+        partial,
+        lse,
+        out_THD,
+        out_THD.stride(0),
+        out_THD.stride(1),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        NUM_SPLITS=splits,
+        BLOCK_D=block_d,
+        BLOCK_X=block_x,
+        PDL=bool(options),
+        num_warps=max(1, min(4, block_x * block_d // 1024)),
+        **options,
+    )
