@@ -1,0 +1,56 @@
+"""Starting must be cheap: nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+import draftloop
+
+HEAVY = ("torch", "transformers", "triton", "numpy", "huggingface_hub", "tokenizers", "safetensors")
+
+
+def modules_after(code: str) -> list[str]:
+    """Which heavy modules a fresh interpreter has after running `code`."""
+    report = f"import sys, json; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import draftloop; draftloop.SamplingParams, draftloop.EngineConfig, draftloop.ConfigError",
+        "import draftloop.cli",
+        "import draftloop.cli\ndraftloop.cli.main(['run', '--help'])",
+        "import draftloop.cli\ntry: draftloop.cli.main(['run', '--block-size', '8'])\nexcept SystemExit: pass",
+        "import draftloop.scheduler, pkgutil, importlib\n"
+        "for m in pkgutil.iter_modules(draftloop.scheduler.__path__, 'draftloop.scheduler.'):\n"
+        "    importlib.import_module(m.name)",
+    ],
+)
+def test_no_heavy_import(code):
+    assert modules_after(code) == []
+
+
+def test_help_is_quick():
+    times = []
+    for _ in range(3):  # the best of three: other work on the machine is not our delay
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "draftloop", "--help"], capture_output=True, check=True)
+        times.append(time.perf_counter() - start)
+        if times[-1] < 1.5:
+            return
+    raise AssertionError(f"draftloop --help took {min(times):.1f} s")
+
+
+def test_exports_exist():
+    assert set(draftloop.__all__) <= set(dir(draftloop))
+    for name in draftloop.__all__:
+        assert getattr(draftloop, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        draftloop.LMM  # noqa: B018

@@ -1,0 +1,242 @@
+"""The command line: options become settings, mistakes become one line and exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from draftloop import cli
+from draftloop.config import EngineConfig
+from draftloop.config.fields import field_docs
+from draftloop.errors import ConfigError, RequestError
+from draftloop.request import CompletionOutput, RequestOutput, SamplingParams, SpeculationStats
+
+
+@dataclass
+class Row:
+    phase: str
+    captured: bool
+    reason: str
+    replays: int
+    eager_runs: int
+
+
+@dataclass
+class Report:
+    rows: list[Row]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class FakeLLM:
+    """Answers with the words "one two three", a word per output."""
+
+    made: list[FakeLLM] = []  # noqa: RUF012
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.config = EngineConfig.from_mapping(model=model, **settings)
+        self.streamed: list[tuple[Any, SamplingParams, bool]] = []
+        self.closed = False
+        FakeLLM.made.append(self)
+
+    def get_tokenizer(self) -> Any:
+        return types.SimpleNamespace(chat_template="{{ messages }}")
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams, speculation: bool = True):
+        if prompt == "" or (isinstance(prompt, list) and prompt[-1]["content"] == "too long"):
+            raise RequestError("the prompt is too long")
+        self.streamed.append(([*prompt] if isinstance(prompt, list) else prompt, sampling_params, speculation))
+        stats = SpeculationStats(
+            num_spec_tokens=2,
+            num_spec_steps=2,
+            num_draft_tokens=4,
+            num_accepted_draft_tokens=3,
+            acceptance_histogram=(0, 1, 1),
+        )
+        words = ["one", "one two", "one two three"]
+        for index, text in enumerate(words):
+            output = CompletionOutput(index=0, text=text, token_ids=list(range(index + 1)), finish_reason="stop")
+            yield RequestOutput(
+                request_id="0",
+                prompt=None,
+                prompt_token_ids=[1],
+                outputs=[output],
+                finished=index == 2,
+                spec=stats if speculation else None,
+            )
+
+    def get_graph_report(self) -> Report:
+        return Report([Row("target.verify", True, "", 7, 0), Row("target.prefill", False, "prompts run eager", 0, 2)])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def llm(monkeypatch):
+    module = types.ModuleType("draftloop.engine.llm")
+    module.LLM = FakeLLM  # pyrefly: ignore[missing-attribute]
+    monkeypatch.setitem(sys.modules, "draftloop.engine.llm", module)
+    monkeypatch.setattr(FakeLLM, "made", [])
+    # Other tests of this process listen to the log through its parents.
+    monkeypatch.setattr(cli.log, "setup", lambda level: None)
+
+
+def test_run_streams_the_answer_then_a_summary(capsys):
+    cli.main(["run", "some/model", "--prompt", "Count.", "--max-num-seqs", "3", "--require-graphs", "--seed", "5"])
+    out, err = capsys.readouterr()
+    assert out == "one two three\n"
+    err = " ".join(err.split())
+    for word in ("with speculation", "without speculation", "2.50", "answers are the same", "target.verify", "7"):
+        assert word in err
+    assert "prompts run eager" in err
+    (llm,) = FakeLLM.made
+    assert llm.closed
+    assert (llm.config.model, llm.config.max_num_seqs, llm.config.require_graphs) == ("some/model", 3, True)
+    assert llm.config.seed == 5
+    assert llm.config.speculation is not None
+    assert llm.config.speculation.method == "ngram"
+    (messages, sampling, speculation), (_, _, again) = llm.streamed
+    assert messages == [{"role": "user", "content": "Count."}]
+    assert (sampling.temperature, sampling.max_tokens) == (0, 256)
+    assert (speculation, again) == (True, False)
+
+
+def test_run_as_json(capsys):
+    cli.main(["run", "--raw", "-p", "-1, 0,", "-p", "b", "--json", "--temperature", "0.5", "--max-tokens", "9"])
+    got = json.loads(capsys.readouterr().out)
+    assert got["answers"] == ["one two three"] * 2
+    assert got["num_tokens"] == [3, 3]
+    assert got["tokens_per_s"] > 0
+    assert got["tokens_per_s_without_speculation"] > 0
+    assert got["acceptance_length"] == 2.5
+    assert got["same_tokens"] is None  # sampled
+    assert got["graphs"]["rows"][0]["replays"] == 7
+    (llm,) = FakeLLM.made
+    assert [prompt for prompt, _, _ in llm.streamed] == ["-1, 0,", "b"] * 2
+    assert llm.streamed[0][1].temperature == 0.5
+
+
+def test_run_without_speculation(capsys):
+    cli.main(["run", "--spec-tokens", "0"])
+    (llm,) = FakeLLM.made
+    assert llm.config.speculation is None
+    assert [speculation for _, _, speculation in llm.streamed] == [False]
+    assert "without speculation" in capsys.readouterr().err
+
+
+def test_engine_is_closed_after_an_error(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["run", "--raw", "-p", ""])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "draftloop: the prompt is too long\n"
+    assert FakeLLM.made[0].closed
+
+
+def test_chat_keeps_the_conversation(monkeypatch, capsys):
+    lines = iter(["hello", "", "too long", "again", "/reset", "new", "/exit", "never"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    cli.main(["chat", "--system", "Be brief."])
+    (llm,) = FakeLLM.made
+    system, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "one two three"}
+    asked = [[m["content"] for m in messages] for messages, _, _ in llm.streamed]
+    assert asked == [
+        [system["content"], "hello"],
+        [system["content"], "hello", answer["content"], "again"],
+        [system["content"], "new"],
+    ]
+    assert "too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", [["1,8"], ["1", "8"]])
+def test_bench_latency(monkeypatch, tmp_path, sizes):
+    calls = []
+    module = types.ModuleType("draftloop.bench.latency")
+    module.run_latency = lambda config, **values: calls.append((config, values))  # pyrefly: ignore
+    monkeypatch.setitem(sys.modules, "draftloop.bench.latency", module)
+    cli.main(
+        ["bench", "latency", "llama-3.1-8b", "--batch-sizes", *sizes, "--out", str(tmp_path), "--max-num-seqs", "2"]
+    )
+    ((config, values),) = calls
+    assert (config.model, config.max_num_seqs, config.speculation) == ("llama-3.1-8b", 8, None)
+    assert values == {
+        "batch_sizes": (1, 8),
+        "prompt_tokens": 512,
+        "output_tokens": 128,
+        "repeats": 3,
+        "out": tmp_path,
+        "trace": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["run", "--max-num-seq", "3"], "Did you mean --max-num-seqs?"),
+        (["run", "--seed", "x"], 'unable to convert "x" into int'),
+        (["run", "--dtype", "fp8"], 'Invalid value "fp8" for --dtype. Choose from: "auto"'),
+        (["run", "--temperature", "-1"], "temperature is -1.0; it must be"),
+        (["run", "--block-size", "8"], "block_size is 8; it must be 16, 32 or 64"),
+        (["run", "--spec-tokens", "33"], "num_speculative_tokens is 33; it must be in [0, 32]"),
+        (["run", "-sc", "{"], "--speculative-config is not JSON"),
+        (["run", "-sc", "[1]"], "--speculative-config is [1]; it must be a JSON object"),
+        (["run", "-sc", '{"metod": "ngram"}'], "unknown speculative_config key 'metod'; did you mean 'method'?"),
+        (["run", "--speculative-config", '{"method": "a"}', "--spec-method", "b"], "both name 'method'"),
+        (["bench", "latency", "--spec-tokens", "3"], "neither a method nor a model"),
+        (["bench", "latency", "--batch-sizes", "1,x"], "'1,x' are not whole numbers"),
+        (["bench", "latency", "--batch-sizes", "0"], "--batch-sizes is 0; it must be at least 1"),
+        (["bench", "latency", "--repeats", "0"], "--repeats is 0; it must be at least 1"),
+        (["frob"], 'Unknown command "frob"'),
+    ],
+)
+def test_mistakes_are_one_line_and_start_nothing(argv, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(argv)
+    assert exit_.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.startswith("draftloop: ")
+    assert err.count("\n") == 1
+    assert FakeLLM.made == []
+
+
+def test_unknown_environment_variable(monkeypatch, capsys):
+    monkeypatch.setenv("DRAFTLOOP_LOGLEVEL", "INFO")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["run"])
+    assert exit_.value.code == 2
+    assert "did you mean 'DRAFTLOOP_LOG_LEVEL'?" in capsys.readouterr().err
+
+
+def test_short_forms_join_the_json():
+    values = {"speculative_config": '{"method": "ngram", "prompt_lookup_max": 3}', "spec_tokens": 5, "seed": 1}
+    joined = cli.speculation_from(values)
+    assert joined == {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 5}
+    assert values == {"seed": 1}
+    with pytest.raises(ConfigError, match="--spec-tokens and --speculative-config both name"):
+        cli.speculation_from({"speculative_config": '{"num_speculative_tokens": 3}', "spec_tokens": 5})
+
+
+@pytest.mark.parametrize("command", [["run"], ["chat"], ["bench", "latency"]])
+def test_every_setting_is_an_option_with_its_docstring(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    cli.main([*command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name, doc in field_docs(EngineConfig).items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert " ".join(doc.split()) in text
+
+
+def test_version(capsys):
+    import draftloop
+
+    cli.main(["--version"])
+    assert capsys.readouterr().out.strip() == draftloop.__version__
