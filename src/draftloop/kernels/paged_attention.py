@@ -123,11 +123,15 @@ def _attend_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table_row_ptr = table_ptr + row.to(tl.int64) * table_width
     kv_head_offset = kv_head * kv_stride_head
-    for key_block in tl.range(begin, end):
-        key = key_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    key = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+    page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key < end_key, other=0)
+    for _ in tl.range(begin, end):
         key_live = key < end_key
-        page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key_live, other=0).to(tl.int64)
-        offset = page * kv_stride_page + key % PAGE_SIZE * kv_stride_token + kv_head_offset
+        # Pages are fetched one block ahead by hand. Left to the pipeliner, that load takes the stages
+        # that should keep more keys and values in flight.
+        next_key = key + BLOCK_N
+        next_page = tl.load(table_row_ptr + next_key // PAGE_SIZE, mask=next_key < end_key, other=0)
+        offset = page.to(tl.int64) * kv_stride_page + key % PAGE_SIZE * kv_stride_token + kv_head_offset
         kv_offset = offset[:, None] + d[None, :]
         # what is masked reads as 0, not as what the page holds: 0 * NaN would be NaN
         kv_live = key_live[:, None] & d_live[None, :]
@@ -150,6 +154,8 @@ def _attend_kernel(
         total = total * decay + tl.sum(weight, 1)
         acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
+        key = next_key
+        page = next_page
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if NUM_SPLITS == 1:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftloop.kernels.triton_import import jit, next_power_of_2, tl
+
 
 def rope_write_torch(
     qkv_TE: Tensor,
@@ -55,6 +57,152 @@ def rope_write_torch(
     return qk_rotated[:, :num_heads]
 
 
+@jit()
+def _rope_write_kernel(
+    qkv_ptr,
+    positions_ptr,
+    slots_ptr,
+    cos_sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_out_ptr,
+    kv_ptr,
+    qkv_stride,
+    cos_sin_stride,
+    side_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,  # of the rotated dimensions
+    PAGE_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,  # 0: every dimension is rotated
+):
+    """One token, some heads. A value is a head with nothing to norm and an angle of 0."""
+    dtype = qkv_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_query = head < NUM_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    head_live = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    d = tl.arange(0, BLOCK_HALF)
+    live = head_live[:, None] & (d < HALF)[None, :]
+
+    in_offset = token * qkv_stride + (head * HEAD_DIM)[:, None]
+    first = tl.load(qkv_ptr + in_offset + d[None, :], mask=live, other=0.0).to(tl.float32)
+    second = tl.load(qkv_ptr + in_offset + HALF + d[None, :], mask=live, other=0.0).to(tl.float32)
+    position = tl.load(positions_ptr + token)
+    slot = tl.load(slots_ptr + token)
+    angle_ptr = cos_sin_ptr + position * cos_sin_stride + d
+    cos = tl.load(angle_ptr, mask=d < HALF, other=0.0)[None, :]
+    sin = tl.load(angle_ptr + HALF, mask=d < HALF, other=0.0)[None, :]
+    cos = tl.where(is_value[:, None], 1.0, cos)
+    sin = tl.where(is_value[:, None], 0.0, sin)
+    if BLOCK_REST > 0:
+        r = 2 * HALF + tl.arange(0, BLOCK_REST)
+        rest_live = head_live[:, None] & (r < HEAD_DIM)[None, :]
+        rest = tl.load(qkv_ptr + in_offset + r[None, :], mask=rest_live, other=0.0).to(tl.float32)
+
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if BLOCK_REST > 0:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.where(is_value, 1.0, tl.rsqrt(squares / HEAD_DIM + eps))[:, None]
+        # rounded to the model's dtype between norm and rotation, as the model was trained
+        weight = _head_weight(q_norm_ptr, k_norm_ptr, d, d < HALF, is_query, is_value)
+        first = (first * scale * weight).to(dtype).to(tl.float32)
+        weight = _head_weight(q_norm_ptr, k_norm_ptr, HALF + d, d < HALF, is_query, is_value)
+        second = (second * scale * weight).to(dtype).to(tl.float32)
+        if BLOCK_REST > 0:
+            rest = rest * scale * _head_weight(q_norm_ptr, k_norm_ptr, r, r < HEAD_DIM, is_query, is_value)
+
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
+
+    q_row_ptr = q_out_ptr + (token * NUM_HEADS + head)[:, None] * HEAD_DIM
+    side = is_value.to(tl.int64)
+    kv_head = head - NUM_HEADS - side * NUM_KV_HEADS
+    slot_offset = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * token_stride
+    kv_row_ptr = kv_ptr + (slot_offset + side * side_stride + kv_head * head_stride)[:, None]
+    to_q = live & is_query[:, None]
+    to_kv = live & (head >= NUM_HEADS)[:, None]
+    tl.store(q_row_ptr + d[None, :], rotated_first, mask=to_q)
+    tl.store(q_row_ptr + HALF + d[None, :], rotated_second, mask=to_q)
+    tl.store(kv_row_ptr + d[None, :], rotated_first, mask=to_kv)
+    tl.store(kv_row_ptr + HALF + d[None, :], rotated_second, mask=to_kv)
+    if BLOCK_REST > 0:
+        tl.store(q_row_ptr + r[None, :], rest.to(dtype), mask=rest_live & is_query[:, None])
+        tl.store(kv_row_ptr + r[None, :], rest.to(dtype), mask=rest_live & (head >= NUM_HEADS)[:, None])
+
+
+@jit()
+def _head_weight(q_norm_ptr, k_norm_ptr, column, live, is_query, is_value):
+    """Norm weights of some columns for each head: the query's, the key's, or 1 for values."""
+    q_weight = tl.load(q_norm_ptr + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    k_weight = tl.load(k_norm_ptr + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    return tl.where(is_value[:, None], 1.0, tl.where(is_query[:, None], q_weight, k_weight))
+
+
+def rope_write_triton(
+    qkv_TE: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    cos_sin_LD: Tensor,
+    kv_2PSGD: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm_D: Tensor | None = None,
+    k_norm_D: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Twin of `rope_write_torch`, one launch."""
+    num_tokens = qkv_TE.shape[0]
+    side_stride, page_stride, token_stride, head_stride, last_stride = kv_2PSGD.stride()
+    assert qkv_TE.stride(1) == cos_sin_LD.stride(1) == last_stride == 1
+    norm = q_norm_D is not None and k_norm_D is not None
+    q_THD = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv_TE.dtype, device=qkv_TE.device)
+    half = cos_sin_LD.shape[1] // 2
+    rest = head_dim - 2 * half
+    block_heads = 4
+    if num_tokens:
+        _rope_write_kernel[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // block_heads))](
+            qkv_TE,
+            positions_T,
+            slots_T,
+            cos_sin_LD,
+            q_norm_D if norm else qkv_TE,
+            k_norm_D if norm else qkv_TE,
+            q_THD,
+            kv_2PSGD,
+            qkv_TE.stride(0),
+            cos_sin_LD.stride(0),
+            side_stride,
+            page_stride,
+            token_stride,
+            head_stride,
+            eps,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            HALF=half,
+            PAGE_SIZE=kv_2PSGD.shape[2],
+            NORM=norm,
+            BLOCK_HEADS=block_heads,
+            BLOCK_HALF=next_power_of_2(half),
+            BLOCK_REST=next_power_of_2(rest) if rest else 0,
+            num_warps=1,
+        )
+    return q_THD
+
+
 def rope_write(
     qkv_TE: Tensor,
     positions_T: Tensor,
@@ -76,7 +224,8 @@ def rope_write(
     weights of an RMS norm over each head before the rotation. Padding tokens carry slots of page 0,
     where writes may collide.
     """
-    return rope_write_torch(
+    run = rope_write_triton if qkv_TE.is_cuda else rope_write_torch
+    return run(
         qkv_TE,
         positions_T,
         slots_T,

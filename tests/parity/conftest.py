@@ -1,0 +1,25 @@
+"""Kernels against their torch references: in Triton's interpreter without a GPU, for real with `-m gpu`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # must precede the first import of Triton in this process
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cpu":
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter and the compiler exclude each other in one process; -m gpu runs these")
+        from draftloop.kernels import triton_import
+
+        assert triton_import.INTERPRETED, "a kernel was imported before TRITON_INTERPRET was set"
+    elif not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device(request.param)

@@ -1,0 +1,129 @@
+"""The small kernels: Triton against plain formulas in fp32, torch references likewise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftloop.kernels.rms_norm import add_rms_norm_torch, add_rms_norm_triton, rms_norm_torch, rms_norm_triton
+from draftloop.kernels.rope_write import rope_write, rope_write_torch, rope_write_triton
+from draftloop.kernels.silu_mul import silu_mul_torch, silu_mul_triton
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("run", [rms_norm_torch, rms_norm_triton])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 576), (5, 64), (3, 1000)])
+def test_rms_norm(run: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, tokens: int, size: int) -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(tokens, 2 * size, device=device).to(dtype)
+    x, weight = wide[:, :size], torch.randn(size, device=device).to(dtype)
+    expected = x.float() / (x.float().pow(2).mean(1, keepdim=True) + 1e-5).sqrt() * weight.float()
+    close(run(x, weight, 1e-5), expected, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("run", [add_rms_norm_torch, add_rms_norm_triton])
+def test_add_rms_norm(run: Callable[..., tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(*s, device=device).to(dtype) for s in ((5, 576), (5, 576), (576,)))
+    before = residual.clone()
+    normed, new_residual = run(x, residual, weight, 1e-5)
+    assert torch.equal(residual, before), "an earlier residual may be kept as a hidden state"
+    # the interpreter cuts bf16 off where a GPU rounds, so the sums are compared loosely, the rest from there
+    close(new_residual, x.float() + residual.float(), dtype)
+    total = new_residual.float()
+    close(normed, total / (total.pow(2).mean(1, keepdim=True) + 1e-5).sqrt() * weight.float(), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("run", [silu_mul_torch, silu_mul_triton])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (5, 100)])
+def test_silu_mul(run: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, tokens: int, size: int) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.randn(tokens, 2 * size, device=device).to(dtype)
+    gate, up = gate_up.float().chunk(2, 1)
+    close(run(gate_up), gate * torch.sigmoid(gate) * up, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("run", [rope_write_torch, rope_write_triton])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary_dim", "page_size"), [(9, 3, 64, 64, 16), (4, 4, 80, 32, 32)]
+)
+def test_rope_write(
+    run: Callable[..., Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    norm: bool,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    page_size: int,
+) -> None:
+    """Each head against the formula with a rotation matrix written out; slots over page edges; all else untouched."""
+    torch.manual_seed(0)
+    tokens, pages = 6, 4
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
+    angles = torch.rand(50, rotary_dim // 2, device=device) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    positions = torch.tensor([14, 15, 16, 17, 49, 0], device=device)
+    slots = torch.tensor([3 * page_size - 2, 3 * page_size - 1, page_size, page_size + 1, 0, 0], device=device)
+    kv = torch.full((2, pages, page_size, kv_heads, head_dim), 7.0, device=device).to(dtype)
+    norms = [torch.randn(head_dim, device=device).to(dtype) for _ in range(2)] if norm else [None, None]
+
+    q = run(
+        qkv,
+        positions,
+        slots,
+        cos_sin,
+        kv,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        q_norm_D=norms[0],
+        k_norm_D=norms[1],
+        eps=1e-6,
+    )
+
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
+        x = x.float()
+        if weight is not None:
+            x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.float()
+        half = rotary_dim // 2
+        out = x.clone()
+        for i in range(half):
+            c, s = angles[positions, i].cos()[:, None], angles[positions, i].sin()[:, None]
+            out[..., i] = c * x[..., i] - s * x[..., i + half]
+            out[..., i + half] = s * x[..., i] + c * x[..., i + half]
+        return out
+
+    parts = qkv.view(tokens, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
+    close(q, rotated(parts[0], norms[0]), dtype)
+    cache = kv.flatten(1, 2)
+    # tokens 4 and 5 collide in the null page, where anything may be left
+    close(cache[0, slots[:4]], rotated(parts[1], norms[1])[:4], dtype)
+    assert torch.equal(cache[1, slots[:4]], parts[2][:4])
+    untouched = torch.ones(pages * page_size, dtype=torch.bool, device=device)
+    untouched[slots] = False
+    assert (cache[:, untouched] == 7).all()
+
+
+def test_rope_write_picks_the_reference_on_cpu() -> None:
+    qkv, kv = torch.randn(1, 3 * 64), torch.zeros(2, 2, 16, 1, 64)
+    slot = torch.tensor([17])
+    q = rope_write(qkv, slot, slot, torch.ones(32, 64), kv, num_heads=1, num_kv_heads=1, head_dim=64)
+    assert q.shape == (1, 1, 64)
+    assert torch.equal(kv[1, 1, 1, 0], qkv[0, 128:])
