@@ -28,8 +28,6 @@ class SamplingParams:
     """Same request, same seed, same tokens, whatever else is in the batch."""
     max_tokens: int | None = 16
     """Tokens to produce at most; None: up to the model's length."""
-    min_tokens: int = 0
-    """Tokens to produce before an end-of-sequence or stop id may end the request."""
     stop: tuple[str, ...] = ()
     """Texts that end the request; not part of the output."""
     stop_token_ids: tuple[int, ...] = ()
@@ -55,9 +53,6 @@ class SamplingParams:
         need(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         need(self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", "in [0, 2**63)")
         need(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1), "max_tokens", ">= 1")
-        need(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "an integer >= 0")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}; lower it")
         need(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty texts")
         need(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids >= 0")
 

@@ -37,6 +37,10 @@ class RowState:
     """int32: the row's length limit; acceptance stops there."""
     drafts_MK: Tensor
     """int32: drafts to verify next, NO_DRAFT where there is none."""
+    num_drafted_M: Tensor
+    """int32: drafts made so far in this round of a drafter that makes them one by one."""
+    draft_limit_M: Tensor
+    """int32: drafts that the row's request allows; 0 switches its speculation off."""
     draft_probs_MKV: Tensor | None
     """float32: distribution that each draft was drawn from; None where drafters draft greedily."""
     page_table_MN: Tensor
@@ -53,7 +57,14 @@ class RowState:
 
     @classmethod
     def create(
-        cls, *, num_rows: int, max_model_len: int, num_drafts: int, page_size: int, draft_vocab: int, device: torch.device
+        cls,
+        *,
+        num_rows: int,
+        max_model_len: int,
+        num_drafts: int,
+        page_size: int,
+        draft_vocab: int,
+        device: torch.device,
     ) -> RowState:
         """Allocate for `num_rows` requests of at most `max_model_len` tokens.
 
@@ -72,6 +83,8 @@ class RowState:
             num_tokens_M=full(rows, value=1),
             max_tokens_M=full(rows, value=1),
             drafts_MK=full(rows, num_drafts, value=NO_DRAFT),
+            num_drafted_M=full(rows),
+            draft_limit_M=full(rows),
             draft_probs_MKV=full(rows, num_drafts, draft_vocab, dtype=torch.float32) if draft_vocab else None,
             page_table_MN=full(rows, pages, value=NULL_PAGE),
             temperature_M=full(rows, dtype=torch.float32),

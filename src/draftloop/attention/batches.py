@@ -1,0 +1,71 @@
+"""Attention batches from row state: the two shapes in which tokens go through a model.
+
+Everything is computed on the device from the rows' lengths of the moment.
+
+Shape suffixes: R rows of the pass, T tokens of the pass, Q tokens per row, M engine rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftloop.attention.base import AttentionBatch
+from draftloop.graphs.phase import Launch
+from draftloop.kvcache.rows import RowState
+
+
+def slots_of(state: RowState, rows_X: Tensor, positions_X: Tensor, page_size: int) -> Tensor:
+    """int64: where the cache keeps these positions of these rows. Unassigned positions lead to the null page."""
+    pages_X = state.page_table_MN[rows_X, positions_X // page_size]
+    return pages_X.long() * page_size + positions_X % page_size
+
+
+def uniform_batch(
+    state: RowState, rows_R: Tensor, first_R: Tensor, num_per_row: int, page_size: int, launch: Launch
+) -> AttentionBatch:
+    """Every row brings `num_per_row` tokens, at positions `first_R`, `first_R` + 1, ..."""
+    offsets_Q = torch.arange(num_per_row, device=rows_R.device)
+    positions_RQ = first_R.long()[:, None] + offsets_Q
+    return AttentionBatch(
+        rows_R=rows_R,
+        query_starts_R1=torch.arange(
+            0, (launch.rows + 1) * num_per_row, num_per_row, dtype=torch.int32, device=rows_R.device
+        ),
+        kv_lens_R=torch.where(rows_R == state.padding_row, 0, first_R + num_per_row).int(),
+        positions_T=positions_RQ.flatten(),
+        slots_T=slots_of(state, rows_R.long()[:, None], positions_RQ, page_size).flatten(),
+        page_table_MN=state.page_table_MN,
+        max_query_len=num_per_row,
+        uniform=True,
+        attend=launch.attend,
+    )
+
+
+def ragged_batch(
+    state: RowState, rows_R: Tensor, query_starts_R1: Tensor, kv_lens_R: Tensor, page_size: int, launch: Launch
+) -> tuple[AttentionBatch, Tensor]:
+    """Row r brings tokens `query_starts[r] : query_starts[r+1]`, the last of them at `kv_lens[r]` - 1.
+
+    Returns the batch and, for each token, its engine row (int64 [T]); tokens past the last
+    boundary belong to the padding row.
+    """
+    tokens_T = torch.arange(launch.tokens, dtype=torch.int32, device=rows_R.device)
+    entry_T = torch.searchsorted(query_starts_R1, tokens_T, right=True) - 1
+    live_T = entry_T < launch.rows
+    entry_T = entry_T.clamp(max=launch.rows - 1)
+    row_T = torch.where(live_T, rows_R[entry_T], state.padding_row).long()
+    position_T = kv_lens_R[entry_T] - query_starts_R1[entry_T + 1] + tokens_T
+    position_T = torch.where(row_T == state.padding_row, 0, position_T).long()
+    batch = AttentionBatch(
+        rows_R=rows_R,
+        query_starts_R1=query_starts_R1,
+        kv_lens_R=kv_lens_R,
+        positions_T=position_T,
+        slots_T=slots_of(state, row_T, position_T, page_size),
+        page_table_MN=state.page_table_MN,
+        max_query_len=launch.tokens,
+        uniform=False,
+        attend=launch.attend,
+    )
+    return batch, row_T

@@ -1,0 +1,174 @@
+"""What a drafter is: one self-registering file that declares its phases and when they run.
+
+Everything that passes between phases is in the row state or in buffers that phases share by name,
+so nobody outside of this package needs to know which drafter it has.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from draftloop.config.speculative import SpeculativeConfig
+from draftloop.errors import ConfigError, check_known
+from draftloop.graphs.phase import Phase
+from draftloop.kvcache.pool import CacheSpec
+from draftloop.kvcache.rows import RowState
+from draftloop.models.config import ModelConfig
+from draftloop.models.resolve import LoadFormat
+
+DRAFTERS: dict[str, type[Drafter]] = {}
+"""Every registered drafter by its `method` name."""
+
+COMMON_KEYS = frozenset(
+    {
+        "method",
+        "num_speculative_tokens",
+        "rejection_sample_method",
+        "synthetic_acceptance_rates",
+        "synthetic_acceptance_length",
+    }
+)
+"""Keys of the speculative configuration that every drafter takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a drafter may know of the model it drafts for, before any weights are loaded."""
+
+    name: str
+    folder: Path | None
+    """Where the target's files are; None for shapes without weights."""
+    config: ModelConfig
+    vocab_size: int
+    """Ids from here on are never drafted."""
+    max_model_len: int
+    max_positions: int
+    """Positions that a verify block can reach: `max_model_len` and the draft overhang."""
+    page_size: int
+    device: torch.device
+    dtype: torch.dtype
+    load_format: LoadFormat
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """Which phases run when; names from `phases()`, in order."""
+
+    prompt: tuple[str, ...] = ()
+    """Ragged, over each chunk of a prompt, after the target has seen it."""
+    first: tuple[str, ...] = ()
+    """Over the rows whose prompt has just ended; leaves the first drafts in the row state."""
+    next: tuple[str, ...] = ()
+    """Over the decoding rows after each acceptance; leaves the next drafts in the row state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRow:
+    """What a drafter that works on the host sees of a row."""
+
+    request_id: str
+    token_ids: list[int]
+    """Prompt and accepted tokens, the bonus token included."""
+    max_drafts: int
+    """Drafts that fit before the row's length limit, at most K."""
+
+
+class Drafter(ABC):
+    """Drafts tokens for the target to verify.
+
+    A subclass with a `name` registers itself by being defined. The engine builds it, loads it,
+    gives it its caches, captures its phases and runs them as `rounds` says; see drafters/ngram.py
+    for the smallest complete one.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the speculative configuration that this drafter reads, besides `COMMON_KEYS`."""
+    samples: ClassVar[bool] = False
+    """It can draw drafts from its own distribution and keep that for the acceptance test."""
+    on_host: ClassVar[bool] = False
+    """It needs the accepted tokens on the host, so steps cannot overlap."""
+    forced_acceptance: ClassVar[bool] = False
+    """Its drafts mean nothing; acceptance is by coin (benchmarks)."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in vars(cls):
+            return  # a shared base, not a drafter
+        if cls.name in DRAFTERS:
+            raise TypeError(f"drafter {cls.name!r} is already registered by {DRAFTERS[cls.name].__module__}")
+        DRAFTERS[cls.name] = cls
+
+    def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
+        """Settle everything that needs no weights. Raises ConfigError for what cannot work."""
+        assert spec.num_speculative_tokens is not None
+        self.spec, self.target = spec, target
+        self.num_drafts = spec.num_speculative_tokens
+
+    @property
+    def sampled(self) -> bool:
+        """True if drafts are drawn, so that acceptance uses their probabilities."""
+        return self.samples and self.spec.draft_sample_method != "greedy"
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers whose inputs the drafter reads, from the buffer `aux_hidden`."""
+        return ()
+
+    def describe(self) -> str:
+        """One line for the start-up log."""
+        return f"{self.name}, K={self.num_drafts}, " + ("sampled drafts" if self.sampled else "greedy drafts")
+
+    def load(self, *, progress: bool) -> None:  # noqa: B027  most have none
+        """Load weights, if there are any."""
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """Paged caches that the drafter needs beside the target's."""
+        return []
+
+    @abstractmethod
+    def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
+        """Declare what is run; `caches` are those asked for by `cache_specs`, in order."""
+
+    @abstractmethod
+    def rounds(self, *, sampled: bool) -> Rounds:
+        """When the phases run. `sampled`: some row of the batch has a temperature above 0."""
+
+    def host_inputs(self, rows: Sequence[HostRow]) -> Mapping[str, Tensor]:
+        """Inputs that only the host can make for the phases of a round (`on_host` drafters)."""
+        return {}
+
+
+def load_drafters() -> None:
+    """Import every module of this package, so that all drafters are registered."""
+    package = import_module("draftloop.drafters")
+    for module in pkgutil.iter_modules(package.__path__):
+        import_module(f"{package.__name__}.{module.name}")
+
+
+def drafter_class(spec: SpeculativeConfig) -> type[Drafter]:
+    """The drafter that a configuration names. Nothing heavy is loaded.
+
+    Raises ConfigError for an unknown method (naming the nearest), a key that the method does not
+    use, or a missing number of drafts.
+    """
+    load_drafters()
+    method = spec.method or "draft_model"
+    check_known("speculative method", [method], DRAFTERS)
+    cls = DRAFTERS[method]
+    for key in (k for k, value in vars(spec).items() if value is not None and k not in COMMON_KEYS | cls.options):
+        takes = ", ".join(sorted(COMMON_KEYS | cls.options))
+        raise ConfigError(f"speculative method {method!r} does not use {key!r}; leave it out. It takes: {takes}")
+    if spec.num_speculative_tokens is None:
+        raise ConfigError(f"speculative method {method!r} needs num_speculative_tokens, 1 to 32")
+    return cls

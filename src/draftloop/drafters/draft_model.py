@@ -1,0 +1,185 @@
+"""A second, smaller language model drafts token by token.
+
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023.
+
+After an acceptance the first pass runs over the verified block, ids shifted by one, so that the
+last draft (which the model has never been fed) and the bonus token enter its cache in one pass
+of fixed shape. Rejected tail tokens run too; later passes write over what they leave.
+
+Shape suffixes: R rows, T tokens, Q = 1 + K tokens of a block, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from draftloop.attention.batches import ragged_batch, uniform_batch
+from draftloop.attention.registry import attention_backend, resolve_attention_name
+from draftloop.config.speculative import SpeculativeConfig
+from draftloop.drafters.base import Drafter, Rounds, Target
+from draftloop.drafters.write import write_next
+from draftloop.errors import ConfigError
+from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
+from draftloop.kvcache.pool import CacheSpec
+from draftloop.kvcache.rows import RowState
+from draftloop.models.dense import DenseDecoder, attention_shape
+from draftloop.models.loader import load_config, load_model, resolve_model
+from draftloop.models.vocabulary import same_tokenizer
+
+MAX_VOCAB_PADDING = 1024
+"""Models of one tokenizer may pad their vocabulary to different sizes, but not by more than this."""
+
+
+class DraftModelDrafter(Drafter):
+    """Any model with the target's tokenizer, the target itself included."""
+
+    name = "draft_model"
+    options = frozenset({"model", "revision", "draft_sample_method", "attention_backend", "load_format"})
+    samples = True
+
+    model: DenseDecoder
+
+    def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
+        super().__init__(spec, target)
+        if spec.model is None:
+            raise ConfigError("speculative method 'draft_model' needs 'model', the drafting model")
+        self.load_format = spec.load_format or target.load_format
+        self.source = resolve_model(spec.model, revision=spec.revision, load_format=self.load_format)
+        self.config = load_config(self.source)
+        self._check_vocabulary()
+        if self.config.max_position_embeddings < target.max_model_len:
+            raise ConfigError(
+                f"draft model {spec.model!r} takes {self.config.max_position_embeddings} tokens, but the engine's "
+                f"max_model_len is {target.max_model_len}; lower --max-model-len to the draft model's length"
+            )
+        name = resolve_attention_name(spec.attention_backend or "auto", target.device.type)
+        self.backend_class = attention_backend(name, target.device.type)
+
+    def _check_vocabulary(self) -> None:
+        ours, theirs = self.config.vocab_size, self.target.vocab_size
+        if abs(ours - theirs) > MAX_VOCAB_PADDING or not same_tokenizer(self.source.folder, self.target.folder):
+            raise ConfigError(
+                f"draft model {self.spec.model!r} ({ours} ids) and target {self.target.name!r} ({theirs} ids) have "
+                f"different tokenizers, so drafted ids would mean other words; take a draft model of the same family"
+            )
+
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.spec.model}"
+
+    def load(self, *, progress: bool) -> None:
+        target = self.target
+        shape = attention_shape(self.config, page_size=target.page_size, dtype=target.dtype)
+        self.backend_class.check(shape, target.device.type)
+        self.model = load_model(
+            self.source,
+            self.config,
+            self.backend_class(shape, target.device),
+            device=target.device,
+            dtype=target.dtype,
+            max_positions=target.max_positions,
+            load_format=self.load_format,
+            seed=target.seed,
+            show_progress=progress,
+        )
+
+    def cache_specs(self) -> list[CacheSpec]:
+        config = self.config
+        return [
+            CacheSpec(
+                num_layers=config.num_layers,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=self.target.dtype,
+            )
+        ]
+
+    def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
+        (kv,) = caches
+        model, page_size = self.model, self.target.page_size
+        block = self.num_drafts + 1
+        vocab_size = min(self.config.vocab_size, self.target.vocab_size)
+
+        def known(ids: Tensor) -> Tensor:
+            # an id that only the target knows (special tokens past our vocabulary) has no embedding here
+            return torch.where(ids < self.config.vocab_size, ids, 0).clamp(min=0)
+
+        def prompt(launch: Launch, rows: Tensor, query_starts: Tensor, kv_lens: Tensor) -> Mapping[str, Tensor]:
+            batch, row_T = ragged_batch(state, rows, query_starts, kv_lens, page_size, launch)
+            model(known(state.tokens_ML[row_T, batch.positions_T]), kv, batch)
+            return {}
+
+        def prefill(launch: Launch, rows: Tensor, num_emitted: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
+            first_R = state.num_tokens_M[rows] - num_emitted  # where the verified block's first new token stands
+            batch = uniform_batch(state, rows, first_R, block, page_size, launch)
+            ids_RQ = state.tokens_ML[rows.long()[:, None], batch.positions_T.view(-1, block)]
+            live_RQ = torch.arange(block, device=rows.device) < num_emitted[:, None]
+            hidden_TC, _ = model(known(torch.where(live_RQ, ids_RQ, 0).flatten()), kv, batch)
+            last_R = (num_emitted - 1).clamp(min=0) + torch.arange(0, launch.tokens, block, device=rows.device)
+            state.num_drafted_M.index_fill_(0, rows.long(), 0)
+            write_next(state, rows, model.logits(hidden_TC[last_R]), vocab_size=vocab_size, sampled=sampled)
+            return {}
+
+        def decode(launch: Launch, rows: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
+            count_R = state.num_drafted_M[rows].clamp(max=self.num_drafts)
+            bonus_R = state.num_tokens_M[rows] - 1
+            draft_R = state.drafts_MK[rows, (count_R - 1).clamp(min=0)]
+            ids_R = torch.where(count_R > 0, draft_R, state.tokens_ML[rows, bonus_R])
+            batch = uniform_batch(state, rows, bonus_R + count_R, 1, page_size, launch)
+            hidden_TC, _ = model(known(ids_R), kv, batch)
+            write_next(state, rows, model.logits(hidden_TC), vocab_size=vocab_size, sampled=sampled)
+            return {}
+
+        support = self.backend_class.graph_support(self.target.device.type)
+        full = {GraphMode.FULL} if support.uniform else set()
+        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+        counts = Slot(unit=Unit.ROW, dtype=torch.int32)
+        phases = [
+            Phase(
+                name="draft.prompt",
+                fn=prompt,
+                slots={
+                    "rows": rows,
+                    "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
+                    "kv_lens": counts,
+                },
+                tokens_per_row=None,
+                modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *([GraphMode.FULL] if support.ragged else [])}),
+                reason=support.reason,
+            )
+        ]
+        for sampled in (False, True) if self.sampled else (False,):
+            phases += [
+                Phase(
+                    name=_named("draft.prefill", sampled),
+                    fn=lambda launch, s=sampled, **slots: prefill(launch, sampled=s, **slots),
+                    slots={"rows": rows, "num_emitted": counts},
+                    tokens_per_row=block,
+                    modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full}),
+                    reason=support.reason,
+                ),
+                Phase(
+                    name=_named("draft.decode", sampled),
+                    fn=lambda launch, s=sampled, **slots: decode(launch, sampled=s, **slots),
+                    slots={"rows": rows},
+                    # never piecewise: that pads tokens, and attention would read past its rows
+                    modes=frozenset({GraphMode.NONE, *full}),
+                    reason=support.reason or "one token per row is captured whole or not at all",
+                ),
+            ]
+        return phases
+
+    def rounds(self, *, sampled: bool) -> Rounds:
+        sampled = sampled and self.sampled
+        prefill, decode = _named("draft.prefill", sampled), _named("draft.decode", sampled)
+        return Rounds(
+            prompt=("draft.prompt",),
+            first=(decode,) * self.num_drafts,
+            next=(prefill, *(decode,) * (self.num_drafts - 1)),
+        )
+
+
+def _named(phase: str, sampled: bool) -> str:
+    return f"{phase}.sampled" if sampled else phase

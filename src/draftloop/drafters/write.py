@@ -1,0 +1,40 @@
+"""How drafts get into the row state. Shape suffixes: R rows, K drafts, V vocabulary, W draft vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftloop.kvcache.rows import NO_DRAFT, RowState
+from draftloop.sampling.noise import Stream, gumbel_argmax
+from draftloop.sampling.sampler import SamplingRows, probabilities
+
+
+def write_all(state: RowState, rows_R: Tensor, drafts_RK: Tensor) -> None:
+    """Replace the rows' drafts; those past a request's own limit become NO_DRAFT."""
+    index_K = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
+    allowed_RK = index_K < state.draft_limit_M[rows_R][:, None]
+    state.drafts_MK.index_copy_(0, rows_R.long(), torch.where(allowed_RK, drafts_RK, NO_DRAFT).int())
+
+
+def write_next(state: RowState, rows_R: Tensor, logits_RW: Tensor, *, vocab_size: int, sampled: bool) -> None:
+    """Choose the next draft of each row from its logits, write it, and count it.
+
+    Ids from `vocab_size` on are never drafted: models of one tokenizer may be padded differently.
+    """
+    rows_R = rows_R.long()
+    logits_RW = logits_RW[:, :vocab_size]
+    index_R = state.num_drafted_M[rows_R].long()
+    index_R = index_R.clamp(max=state.drafts_MK.shape[1] - 1)  # the padding row counts on and on
+    if sampled:
+        assert state.draft_probs_MKV is not None
+        sampling = SamplingRows.gather(state, rows_R)
+        probs_RW = probabilities(logits_RW, sampling)
+        positions_R = state.num_tokens_M[rows_R] + index_R
+        token_R = gumbel_argmax(probs_RW.log(), sampling.seed_N, positions_R.long(), Stream.DRAFT)
+        state.draft_probs_MKV.index_put_((rows_R, index_R), probs_RW)
+    else:
+        token_R = logits_RW.argmax(-1)
+    allowed_R = index_R < state.draft_limit_M[rows_R]
+    state.drafts_MK.index_put_((rows_R, index_R), torch.where(allowed_R, token_R, NO_DRAFT).int())
+    state.num_drafted_M.index_copy_(0, rows_R, (index_R + 1).int())

@@ -1,0 +1,147 @@
+"""The engine: plan, stage and run, commit. Steps overlap: the next is planned while one runs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from draftloop.engine.detokenizer import Detokenizer
+from draftloop.engine.stats import EngineStats
+from draftloop.engine.worker import Emitted, InFlight, Worker
+from draftloop.errors import RequestError
+from draftloop.request import SamplingParams
+from draftloop.scheduler.batch import Sequence, Stage, StepPlan
+from draftloop.scheduler.scheduler import Scheduler
+
+
+class EngineCore:
+    """Runs requests to their end, many at a time. Not thread-safe: one caller steps it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        *,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        pipeline_depth: int,
+        tokenizer=None,
+    ) -> None:
+        self.scheduler, self.worker, self.tokenizer = scheduler, worker, tokenizer
+        self.vocab_size, self.eos_ids, self.pipeline_depth = vocab_size, eos_ids, pipeline_depth
+        self.stats = EngineStats(num_drafts=worker.num_drafts)
+        self._sequences: dict[str, Sequence] = {}
+        self._texts: dict[str, Detokenizer] = {}
+        self._in_flight: deque[InFlight] = deque()
+        self._count = 0
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def add(
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, speculation: bool = True
+    ) -> Sequence:
+        """Queue a request.
+
+        Raises RequestError for an id in use, an empty or too long prompt, ids outside of the
+        vocabulary, or a request that the cache could never hold.
+        """
+        if request_id in self._sequences:
+            raise RequestError(f"request id {request_id!r} is running already; choose another")
+        for name, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
+            bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < self.vocab_size), None)
+            if bad is not None:
+                raise RequestError(f"{name} holds token id {bad!r}; this model's ids are 0 to {self.vocab_size - 1}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError(f"stop is {list(params.stop)!r}, but without a tokenizer there is no text to stop at")
+        sequence = Sequence(
+            request_id=request_id,
+            number=self._count,
+            prompt_ids=list(prompt_ids),
+            params=params,
+            eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
+            speculation=speculation and self.worker.num_drafts > 0,
+        )
+        self.scheduler.add(sequence)
+        self._count += 1
+        self._sequences[request_id] = sequence
+        self._texts[request_id] = Detokenizer(self.tokenizer, params)
+        return sequence
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, in whatever state it is. An unknown or ended one is left alone."""
+        if sequence := self._sequences.pop(request_id, None):
+            self._texts.pop(request_id)
+            sequence.finish_reason = "abort"
+            self.scheduler.abort(sequence)
+
+    def text(self, request_id: str) -> str:
+        """What a running request has said so far; it never ends in half a character."""
+        return self._texts[request_id].text
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and not self._in_flight
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    def step(self) -> list[tuple[Sequence, str]]:
+        """Launch the next step and commit the oldest one.
+
+        Returns the requests that got tokens, with their text so far.
+        """
+        plan = self.scheduler.plan()
+        if plan:
+            self._in_flight.append(self.worker.launch(plan))
+            self.scheduler.launched(plan)
+        if self._in_flight and (not plan or len(self._in_flight) >= self.pipeline_depth):
+            flight = self._in_flight.popleft()
+            return self._commit(flight.plan, flight.wait())
+        return []
+
+    def _commit(self, plan: StepPlan, emitted: Emitted) -> list[tuple[Sequence, str]]:
+        """Apply what a step emitted. Rows that ended while it was in flight are passed over."""
+        changed = []
+        ending = [chunk.sequence for chunk in plan.chunks if chunk.completes_prompt]
+        for sequence, token in zip(ending, emitted.first_tokens, strict=True):
+            if sequence.stage is not Stage.FINISHED:
+                sequence.first_token = time.perf_counter()
+                changed.append(self._append(sequence, [token], num_drafted=None))
+        for sequence, tokens, drafted in zip(plan.decodes, emitted.tokens, emitted.num_drafted, strict=True):
+            if sequence.stage is not Stage.FINISHED:
+                changed.append(self._append(sequence, tokens, num_drafted=drafted))
+        return changed
+
+    def _append(self, sequence: Sequence, tokens: list[int], *, num_drafted: int | None) -> tuple[Sequence, str]:
+        """Take tokens up to the first one that ends the request."""
+        text = self._texts[sequence.request_id]
+        taken = 0
+        for token in tokens:
+            sequence.output_ids.append(token)
+            taken += 1
+            if self._ends(sequence, token, text):
+                break
+        if num_drafted is not None and sequence.speculation:
+            self.stats.count_step(sequence, num_drafted=num_drafted, num_accepted=min(taken, len(tokens) - 1))
+        self.stats.generated_tokens += taken
+        if sequence.finish_reason is None and sequence.num_prompt + len(sequence.output_ids) >= sequence.max_total:
+            sequence.finish_reason = "length"
+        if sequence.finish_reason is not None:
+            text.flush()
+            sequence.finished = time.perf_counter()
+            self.scheduler.finish(sequence)
+            self._sequences.pop(sequence.request_id)
+            self._texts.pop(sequence.request_id)
+        return sequence, text.text
+
+    def _ends(self, sequence: Sequence, token: int, text: Detokenizer) -> bool:
+        """Does this token end the request? Its text is added unless it is a mere end marker."""
+        params = sequence.params
+        if token in sequence.eos_ids or token in params.stop_token_ids:
+            sequence.finish_reason = "stop"
+            sequence.stop_reason = token if token in params.stop_token_ids else None
+            return True
+        stop = text.add(token)
+        if stop is not None:
+            sequence.finish_reason, sequence.stop_reason = "stop", stop
+            return True
+        return False

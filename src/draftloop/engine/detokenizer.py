@@ -1,0 +1,48 @@
+"""Text from tokens, as they come: never half a character, cut exactly at a stop text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftloop.request import SamplingParams
+
+
+class Detokenizer:
+    """The text of one request. Without a tokenizer the text stays empty."""
+
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        self.text = ""
+        self._stop = params.stop
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._stream = None
+        if self._backend is not None:
+            from tokenizers.decoders import DecodeStream
+
+            self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        self._pending: list[int] = []
+        self._skip_special = params.skip_special_tokens
+
+    def add(self, token: int) -> str | None:
+        """Add a token. Returns the stop text that it completed, if any; the text then ends before it."""
+        if self._stream is None:
+            return None
+        piece = self._stream.step(self._backend, token)
+        if piece is None:  # the token ends inside a character
+            self._pending.append(token)
+            return None
+        self._pending.clear()
+        # a stop text may begin in what is there already, but must end in the new piece
+        start = max(len(self.text) - max(map(len, self._stop), default=0), 0)
+        self.text += piece
+        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        if not found:
+            return None
+        at, stop = min(found)
+        self.text = self.text[:at]
+        return stop
+
+    def flush(self) -> None:
+        """The request has ended: show what is left of an unfinished character."""
+        if self._pending and self._backend is not None:
+            self.text += self._backend.decode(self._pending, skip_special_tokens=self._skip_special)
+            self._pending.clear()

@@ -1,0 +1,213 @@
+"""The offline interface: prompts in, answers out. Names are vLLM's."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from draftloop.config.engine import EngineConfig
+from draftloop.engine.startup import Engine, start
+from draftloop.engine.stats import speculation_stats
+from draftloop.errors import RequestError
+from draftloop.graphs.report import GraphReport
+from draftloop.request import CompletionOutput, RequestOutput, SamplingParams
+from draftloop.scheduler.batch import Sequence as Running
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """Owns an engine and steps it.
+
+    `LLM("smollm2-135m", speculative_config={"method": "ngram", "num_speculative_tokens": 4})`;
+    the other keywords are the fields of `EngineConfig`. Raises ConfigError, CapacityError or
+    GraphError if the engine cannot start as asked.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **settings: Any) -> None:
+        self.config = EngineConfig.from_mapping(model=model, **settings)
+        self._engine: Engine | None = start(self.config)
+        self._ids = itertools.count()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """The same from a ready configuration."""
+        llm = cls.__new__(cls)
+        llm.config, llm._engine, llm._ids = config, start(config), itertools.count()
+        return llm
+
+    # ---- answers ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        speculation: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer each prompt (text, or token ids) and return the answers in order.
+
+        `speculation=False` drafts nothing for these prompts. A prompt that cannot be served gets an
+        output with `finish_reason` "error" if it is one of several; alone it raises RequestError.
+        """
+        many = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(many)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(many):
+                raise RequestError(f"{len(many)} prompts came with {len(params)} sampling_params; give one or one each")
+        outputs: dict[str, RequestOutput] = {}
+        added: list[str] = []
+        for prompt, one in zip(many, params, strict=True):
+            request_id = self._next_id()
+            try:
+                outputs[request_id] = self._add(request_id, prompt, one, speculation)
+                added.append(request_id)
+            except RequestError as error:
+                if len(many) == 1:
+                    raise
+                outputs[request_id] = _refused(request_id, prompt, error)
+        with tqdm(total=len(added), desc="Answering", disable=not use_tqdm) as bar:
+            try:
+                while not self.engine.core.idle:
+                    for sequence, text in self.engine.core.step():
+                        if sequence.finish_reason is not None and sequence.request_id in outputs:
+                            _fill(outputs[sequence.request_id], sequence, text)
+                            bar.update()
+            except BaseException:
+                for request_id in added:  # an interrupt must not leave requests behind
+                    self.engine.core.abort(request_id)
+                raise
+        return list(outputs.values())
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several; messages are `{"role": .., "content": ..}`."""
+        many = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self.generate([self._render(one) for one in many], sampling_params, **options)  # type: ignore[arg-type]
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculation: bool = True,
+    ) -> Iterator[RequestOutput]:
+        """Yield the growing answer to one prompt or conversation; abandoning the iterator ends the request."""
+        if prompt and not isinstance(prompt, str) and isinstance(prompt[0], Mapping):
+            prompt = self._render(prompt)  # type: ignore[arg-type]
+        request_id = self._next_id()
+        output = self._add(request_id, prompt, sampling_params or SamplingParams(), speculation)  # type: ignore[arg-type]
+        try:
+            while not output.finished:
+                for sequence, text in self.engine.core.step():
+                    if sequence.request_id == request_id:
+                        _fill(output, sequence, text)
+                        yield output
+        finally:
+            self.engine.core.abort(request_id)
+            while not self.engine.core.idle:  # let what is in flight land before the next request
+                self.engine.core.step()
+
+    def _next_id(self) -> str:
+        return str(next(self._ids))
+
+    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, speculation: bool) -> RequestOutput:
+        text, ids = self._tokenize(prompt)
+        self.engine.core.add(request_id, ids, params, speculation=speculation)
+        answer = CompletionOutput(index=0, text="", token_ids=[])
+        return RequestOutput(request_id=request_id, prompt=text, prompt_token_ids=ids, outputs=[answer], finished=False)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, str):
+            return None, list(prompt)
+        if self.engine.tokenizer is None:
+            raise RequestError(f"{self.config.model!r} has no tokenizer; give the prompt as token ids")
+        return prompt, self.engine.tokenizer.encode(prompt)
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise RequestError(f"{self.config.model!r} has no chat template; use generate with a plain prompt")
+        text = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, tokenize=False)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    # ---- facts ------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine inside. Raises RequestError once the LLM is closed."""
+        if self._engine is None:
+            raise RequestError("this LLM is closed; make another")
+        return self._engine
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, None where it has none."""
+        return self.engine.tokenizer
+
+    def get_graph_report(self) -> GraphReport:
+        """What is captured, at which sizes, how often it ran, and what ran eager and why."""
+        return self.engine.table.report()
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Counters since the start, under vLLM's names without their prefix."""
+        stats = self.engine.core.stats
+        steps = max(stats.num_spec_steps, 1)
+        return {
+            "prompt_tokens": stats.prompt_tokens,
+            "generation_tokens": stats.generated_tokens,
+            "spec_decode_num_drafts": stats.num_spec_steps,
+            "spec_decode_num_draft_tokens": stats.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
+            "spec_decode_num_accepted_tokens_per_pos": [
+                sum(stats.histogram[i:]) for i in range(1, stats.num_drafts + 1)
+            ],
+            "mean_acceptance_length": 1 + stats.num_accepted_tokens / steps,
+        }
+
+    def close(self) -> None:
+        """Give back memory. A second time does nothing."""
+        self._engine = None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    return [many] if many and isinstance(many[0], int) else many  # type: ignore[list-item]
+
+
+def _fill(output: RequestOutput, sequence: Running, text: str) -> None:
+    """Bring an output up to date with its request."""
+    answer = output.outputs[0]
+    answer.text, answer.token_ids = text, list(sequence.output_ids)
+    answer.finish_reason, answer.stop_reason = sequence.finish_reason, sequence.stop_reason
+    output.finished, output.error = sequence.finish_reason is not None, sequence.error
+    output.spec = speculation_stats(sequence)
+    now = sequence.finished or time.perf_counter()
+    decoding = now - sequence.first_token
+    output.metrics = {
+        "time_to_first_token_ms": (sequence.first_token - sequence.arrived) * 1e3,
+        "generation_time_ms": (now - sequence.arrived) * 1e3,
+        "queue_time_ms": (sequence.started - sequence.arrived) * 1e3,
+        "tokens_per_second": (len(sequence.output_ids) - 1) / decoding if decoding > 0 else 0.0,
+    }
+
+
+def _refused(request_id: str, prompt: Prompt, error: RequestError) -> RequestOutput:
+    answer = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
+    text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
+    return RequestOutput(
+        request_id=request_id, prompt=text, prompt_token_ids=ids, outputs=[answer], finished=True, error=str(error)
+    )

@@ -1,0 +1,291 @@
+"""From a configuration to an engine that is ready: everything that happens once.
+
+Cheap checks come first, so that a wrong setting fails before any weights are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from draftloop.attention.registry import attention_backend, resolve_attention_name
+from draftloop.config.engine import EngineConfig
+from draftloop.config.resolve import Facts, Resolved, resolve
+from draftloop.drafters.base import Drafter, Target, drafter_class
+from draftloop.engine.core import EngineCore
+from draftloop.engine.target import target_phases
+from draftloop.engine.worker import Worker
+from draftloop.graphs.phase import Key, ModeSetting
+from draftloop.graphs.program import Recorder
+from draftloop.graphs.table import GraphTable, Ladders
+from draftloop.graphs.tape import TapeRecorder
+from draftloop.kvcache.pages import PageAllocator
+from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
+from draftloop.kvcache.rows import RowState
+from draftloop.models.config import ModelConfig
+from draftloop.models.dense import attention_shape
+from draftloop.models.loader import (
+    ModelSource,
+    eos_token_ids,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_model,
+)
+from draftloop.sampling.accept import conditional_rates
+from draftloop.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+CPU_CACHE_SHARE = 0.25
+"""Share of the machine's free memory that the cache may take on a CPU."""
+GPU_WORKSPACE_BYTES = 2 * 2**30
+"""Left for activations and graphs when the cache is sized."""
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """A ready engine and what it is made of."""
+
+    core: EngineCore
+    table: GraphTable
+    pool: CachePool
+    drafter: Drafter | None
+    tokenizer: Any
+    model_config: ModelConfig
+    resolved: Resolved
+    seconds: dict[str, float] = field(default_factory=dict)
+    """How long each part of the start took."""
+
+
+def start(config: EngineConfig, *, progress: bool = True) -> Engine:
+    """Build an engine. Raises ConfigError, CapacityError or GraphError with what to change."""
+    clock = _Clock()
+    source = resolve_model(
+        config.model, revision=config.revision, download_dir=config.download_dir, load_format=config.load_format
+    )
+    model_config = load_config(source)
+    spec = config.speculation
+    drafter_type = drafter_class(spec) if spec else None
+    resolved = resolve(
+        config,
+        facts=Facts(
+            cuda_available=torch.cuda.is_available(),
+            model_max_len=model_config.max_position_embeddings,
+            model_dtype=model_config.dtype,
+            num_speculative_tokens=(spec.num_speculative_tokens or 0) if spec else 0,
+            host_drafter=drafter_type.on_host if drafter_type else False,
+        ),
+    )
+    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    num_drafts = (spec.num_speculative_tokens or 0) if spec else 0
+    max_positions = resolved.max_model_len + num_drafts + 1
+    shape = attention_shape(model_config, page_size=resolved.block_size, dtype=dtype)
+    backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)
+    backend_class.check(shape, device.type)
+    drafter: Drafter | None = None
+    if drafter_type and spec:
+        drafter = drafter_type(
+            spec,
+            Target(
+                name=config.model,
+                folder=source.folder,
+                config=model_config,
+                vocab_size=model_config.vocab_size,
+                max_model_len=resolved.max_model_len,
+                max_positions=max_positions,
+                page_size=resolved.block_size,
+                device=device,
+                dtype=dtype,
+                load_format=config.load_format,
+                seed=config.seed,
+            ),
+        )
+    rates = _synthetic_rates(config, drafter)
+    clock.lap("resolve")
+
+    show = progress and config.use_tqdm_on_load
+    model = load_model(
+        source,
+        model_config,
+        backend_class(shape, device),
+        device=device,
+        dtype=dtype,
+        max_positions=max_positions,
+        load_format=config.load_format,
+        seed=config.seed,
+        show_progress=None if show else False,
+    )
+    if drafter:
+        drafter.load(progress=show)
+    clock.lap("weights")
+
+    state = RowState.create(
+        num_rows=resolved.max_num_seqs,
+        max_model_len=resolved.max_model_len,
+        num_drafts=num_drafts,
+        page_size=resolved.block_size,
+        draft_vocab=model_config.vocab_size if drafter and drafter.sampled else 0,
+        device=device,
+    )
+    specs = [_cache_spec(model_config, dtype), *(drafter.cache_specs() if drafter else [])]
+    pool = _make_pool(config, resolved, specs, state, device)
+    pages = PageAllocator(pool.num_pages, resolved.block_size)
+    phases = target_phases(
+        model,
+        pool.caches[0],
+        state,
+        num_drafts=num_drafts,
+        page_size=resolved.block_size,
+        support=backend_class.graph_support(device.type),
+        aux_layers=drafter.aux_layers if drafter else (),
+        synthetic_rates=rates,
+    )
+    if drafter:
+        phases += drafter.phases(state, pool.caches[1:])
+    table = GraphTable(
+        phases,
+        Ladders(rows=resolved.row_buckets, tokens=resolved.token_buckets, prefill_rows=resolved.max_prefill_rows),
+        ModeSetting(resolved.graph_mode),
+        _recorder(device),
+        device,
+        largest_rows=resolved.max_num_seqs,
+        largest_tokens=resolved.max_num_batched_tokens,
+        require_graphs=resolved.require_graphs,
+        poison_more=lambda: pool.poison(pages.free_pages),
+    )
+    clock.lap("memory")
+    _capture(table, show=show)
+    clock.lap("capture")
+
+    tokenizer = _tokenizer(config, source)
+    core = EngineCore(
+        Scheduler(
+            pages,
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            max_prefill_rows=resolved.max_prefill_rows,
+            max_model_len=resolved.max_model_len,
+            num_drafts=num_drafts,
+        ),
+        Worker(table, state, drafter, seed=config.seed),
+        vocab_size=model_config.vocab_size,
+        eos_ids=frozenset(eos_token_ids(source)),
+        pipeline_depth=resolved.pipeline_depth,
+        tokenizer=tokenizer,
+    )
+    clock.lap("tokenizer")
+    engine = Engine(
+        core=core,
+        table=table,
+        pool=pool,
+        drafter=drafter,
+        tokenizer=tokenizer,
+        model_config=model_config,
+        resolved=resolved,
+        seconds=clock.laps,
+    )
+    _log(config, engine)
+    return engine
+
+
+def _synthetic_rates(config: EngineConfig, drafter: Drafter | None) -> list[float] | None:
+    spec = config.speculation
+    if drafter is None or spec is None:
+        return None
+    if not drafter.forced_acceptance and spec.rejection_sample_method != "synthetic":
+        return None
+    return conditional_rates(
+        drafter.num_drafts,
+        synthetic_acceptance_rates=spec.synthetic_acceptance_rates,
+        synthetic_acceptance_length=spec.synthetic_acceptance_length,
+    )
+
+
+def _cache_spec(config: ModelConfig, dtype: torch.dtype) -> CacheSpec:
+    return CacheSpec(
+        num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype
+    )
+
+
+def _make_pool(
+    config: EngineConfig, resolved: Resolved, specs: list[CacheSpec], state: RowState, device: torch.device
+) -> CachePool:
+    if config.kv_cache_memory_bytes is not None:
+        budget = config.kv_cache_memory_bytes
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - total * (1 - config.gpu_memory_utilization) - GPU_WORKSPACE_BYTES)
+    else:
+        budget = int(_free_memory() * CPU_CACHE_SHARE)
+    pages_per_row = state.page_table_MN.shape[1]
+    num_pages = count_pages(
+        specs,
+        resolved.block_size,
+        budget_bytes=budget,
+        useful_pages=resolved.max_num_seqs * pages_per_row + 1,
+        least_pages=pages_per_row + 1,
+    )
+    return CachePool(specs, num_pages, resolved.block_size, device)
+
+
+def _free_memory() -> int:
+    """Bytes that the machine can still give."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    return sizes["MemAvailable"]
+
+
+def _recorder(device: torch.device) -> Recorder:
+    if device.type == "cuda":
+        from draftloop.graphs.cuda import CudaRecorder
+
+        return CudaRecorder(device)
+    return TapeRecorder()
+
+
+def _capture(table: GraphTable, *, show: bool) -> None:
+    keys = table.keys()
+    with tqdm(total=len(keys), desc="Capturing graphs", disable=None if show and keys else True, leave=False) as bar:
+
+        def progress(key: Key, total: int) -> None:
+            bar.set_postfix_str(f"{key.phase}, {key.rows} rows, {key.tokens} tokens")
+            bar.update()
+
+        table.capture(progress)
+
+
+def _tokenizer(config: EngineConfig, source: ModelSource) -> Any:
+    if config.tokenizer is not None:
+        return load_tokenizer(resolve_model(config.tokenizer, revision=config.revision, load_format="dummy"))
+    folder = source.folder
+    if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        logger.info("no tokenizer in %s: prompts must be token ids", config.model)
+        return None
+    return load_tokenizer(source)
+
+
+def _log(config: EngineConfig, engine: Engine) -> None:
+    for choice in engine.resolved.choices:
+        logger.info("%s = %s: %s", choice.name, choice.value, choice.reason)
+    pool = engine.pool
+    tokens = (pool.num_pages - 1) * pool.page_size
+    logger.info("cache: %d pages, %d tokens, %.0f MiB", pool.num_pages - 1, tokens, pool.nbytes / 2**20)
+    logger.info("drafter: %s", engine.drafter.describe() if engine.drafter else "none")
+    logger.info("graphs:\n%s", engine.table.report().format())
+    logger.info("start-up: %s", ", ".join(f"{name} {s:.1f} s" for name, s in engine.seconds.items()))
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now

@@ -1,0 +1,52 @@
+"""What the engine counts. Global numbers are the sums of the requests' own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from draftloop.request import SpeculationStats
+from draftloop.scheduler.batch import Sequence
+
+
+@dataclass(kw_only=True)
+class EngineStats:
+    """Counters since the start. A step counts as a draft only if something was drafted for the row."""
+
+    num_drafts: int
+    """K."""
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    histogram: list[int] = field(default_factory=list)
+    """Drafted steps that accepted 0, 1, .. K drafts."""
+
+    def __post_init__(self) -> None:
+        self.histogram = [0] * (self.num_drafts + 1)
+
+    def count_step(self, sequence: Sequence, *, num_drafted: int, num_accepted: int) -> None:
+        """Count one verified row. `num_accepted` drafts were delivered."""
+        if num_drafted == 0:
+            return
+        num_accepted = min(num_accepted, num_drafted)
+        sequence.acceptance_histogram[num_accepted] += 1
+        sequence.num_draft_tokens += num_drafted
+        self.histogram[num_accepted] += 1
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+
+
+def speculation_stats(sequence: Sequence) -> SpeculationStats | None:
+    """One request's numbers; None where it ran without speculation."""
+    if not sequence.speculation:
+        return None
+    histogram = sequence.acceptance_histogram
+    return SpeculationStats(
+        num_spec_tokens=len(histogram) - 1,
+        num_spec_steps=sum(histogram),
+        num_draft_tokens=sequence.num_draft_tokens,
+        num_accepted_draft_tokens=sum(count * steps for count, steps in enumerate(histogram)),
+        acceptance_histogram=tuple(histogram),
+    )

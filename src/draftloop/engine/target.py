@@ -1,0 +1,157 @@
+"""The target's phases: prompts, verification, acceptance.
+
+Shape suffixes: R rows, T tokens, K drafts, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from draftloop.attention.base import GraphSupport
+from draftloop.attention.batches import ragged_batch, uniform_batch
+from draftloop.graphs.phase import GraphMode, Launch, Output, Pad, Phase, Slot, Unit
+from draftloop.kvcache.rows import NO_DRAFT, RowState
+from draftloop.models.dense import DenseDecoder
+from draftloop.sampling.commit import accept_rows_greedy, accept_rows_sampled, accept_rows_synthetic
+
+
+def target_phases(
+    model: DenseDecoder,
+    kv: Tensor,
+    state: RowState,
+    *,
+    num_drafts: int,
+    page_size: int,
+    support: GraphSupport,
+    aux_layers: tuple[int, ...] = (),
+    synthetic_rates: list[float] | None = None,
+) -> list[Phase]:
+    """Declare what the target runs.
+
+    `target.prefill`   chunks of prompts -> logits of each chunk's last token
+    `target.verify`    bonus token and drafts of each row -> logits of every position
+    `target.decode`    the same without drafts, for batches in which nobody speculates
+    `accept`           logits -> emitted tokens; the rows are that much longer
+    `accept.prompt`    the same for the first token after a prompt
+
+    The accept phases come in two kinds, so that a batch without temperature pays for none.
+    """
+    device = kv.device
+    dtype = model.lm_head.dtype
+
+    def aux_output(aux: list[Tensor]) -> dict[str, Tensor]:
+        return {"aux_hidden": torch.cat(aux, -1)} if aux_layers else {}
+
+    def prefill(launch: Launch, rows: Tensor, query_starts: Tensor, kv_lens: Tensor) -> Mapping[str, Tensor]:
+        batch, row_T = ragged_batch(state, rows, query_starts, kv_lens, page_size, launch)
+        ids_T = state.tokens_ML[row_T, batch.positions_T]
+        hidden_TC, aux = model(ids_T, kv, batch, aux_layers=aux_layers)
+        last_R = (query_starts[1:] - 1).clamp(min=0)
+        return {"prompt_logits": model.logits(hidden_TC[last_R]), **aux_output(aux)}
+
+    def verify(launch: Launch, rows: Tensor, *, k: int) -> Mapping[str, Tensor]:
+        bonus_R = state.num_tokens_M[rows] - 1
+        ids_RQ = state.tokens_ML[rows, bonus_R][:, None]
+        if k:
+            ids_RQ = torch.cat([ids_RQ, state.drafts_MK[rows, :k].clamp(min=0)], 1)
+        batch = uniform_batch(state, rows, bonus_R, 1 + k, page_size, launch)
+        hidden_TC, aux = model(ids_RQ.flatten(), kv, batch, aux_layers=aux_layers)
+        return {"logits": model.logits(hidden_TC), **aux_output(aux)}
+
+    rates_K = None if synthetic_rates is None else torch.tensor(synthetic_rates, device=device)
+
+    def accept(launch: Launch, rows: Tensor, logits: Tensor, *, k: int, sampled: bool) -> Mapping[str, Tensor]:
+        if rates_K is not None and k:
+            accepted = accept_rows_synthetic(state, rows, logits, k, rates_K)
+        elif sampled:
+            accepted = accept_rows_sampled(state, rows, logits, k)
+        else:
+            accepted = accept_rows_greedy(state, rows, logits, k)
+        padding = (0, num_drafts - k)
+        return accepted | {"emitted": F.pad(accepted["emitted"], padding, value=NO_DRAFT)}
+
+    def accept_prompt(launch: Launch, ending_rows: Tensor, prompt_logits: Tensor, *, sampled: bool):
+        rule = accept_rows_sampled if sampled else accept_rows_greedy
+        accepted = rule(state, ending_rows, prompt_logits, 0)
+        state.num_drafted_M.index_fill_(0, ending_rows.long(), 0)
+        return {"first_token": accepted["emitted"]}
+
+    rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+    vocab = (model.config.vocab_size,)
+    aux = {}
+    if aux_layers:
+        width = (len(aux_layers) * model.config.hidden_size,)
+        aux = {"aux_hidden": Output(unit=Unit.TOKEN, dtype=dtype, shape=width)}
+    full_uniform = {GraphMode.FULL} if support.uniform else set()
+    full_ragged = {GraphMode.FULL} if support.ragged else set()
+    phases = [
+        Phase(
+            name="target.prefill",
+            fn=prefill,
+            slots={
+                "rows": rows,
+                "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
+                "kv_lens": Slot(unit=Unit.ROW, dtype=torch.int32),
+            },
+            outputs={"prompt_logits": Output(unit=Unit.ROW, dtype=dtype, shape=vocab), **aux},
+            tokens_per_row=None,
+            modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full_ragged}),
+            reason=support.reason,
+        ),
+    ]
+    counts = Output(unit=Unit.ROW, dtype=torch.int32)
+    slots = {"rows": rows, "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=vocab, pad=Pad.KEEP)}
+    emitted = {
+        "emitted": Output(unit=Unit.ROW, dtype=torch.int32, shape=(1 + num_drafts,)),
+        "num_emitted": counts,
+        "num_drafted": counts,
+    }
+    for k in sorted({num_drafts, 0}, reverse=True):
+        phases.append(
+            Phase(
+                name=verify_name(k),
+                fn=lambda launch, k=k, **slots: verify(launch, k=k, **slots),
+                slots={"rows": rows},
+                outputs={"logits": Output(unit=Unit.TOKEN, dtype=dtype, shape=vocab), **aux},
+                tokens_per_row=1 + k,
+                modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full_uniform}),
+                reason=support.reason,
+            )
+        )
+        phases += [
+            Phase(
+                name=accept_name("accept", k, sampled=sampled),
+                fn=lambda launch, k=k, s=sampled, **slots: accept(launch, k=k, sampled=s, **slots),
+                slots=slots,
+                outputs=emitted,
+                tokens_per_row=1 + k,
+            )
+            for sampled in (False, True)
+        ]
+    phases += [
+        Phase(
+            name=accept_name("accept.prompt", sampled=sampled),
+            fn=lambda launch, s=sampled, **slots: accept_prompt(launch, sampled=s, **slots),
+            slots={
+                "ending_rows": rows,
+                "prompt_logits": Slot(unit=Unit.ROW, dtype=dtype, shape=vocab, pad=Pad.KEEP),
+            },
+            outputs={"first_token": Output(unit=Unit.ROW, dtype=torch.int32, shape=(1,))},
+        )
+        for sampled in (False, True)
+    ]
+    return phases
+
+
+def verify_name(num_drafts: int) -> str:
+    """The verify phase; without drafts it is plain decoding."""
+    return "target.verify" if num_drafts else "target.decode"
+
+
+def accept_name(phase: str, num_drafts: int = 1, *, sampled: bool) -> str:
+    """The accept phase for rows with or without drafts, with or without a temperature above 0."""
+    return phase + ("" if num_drafts else ".decode") + (".sampled" if sampled else "")

@@ -1,0 +1,105 @@
+"""Captured CUDA graphs. All of them share one memory pool, since they never run at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any
+
+import torch
+
+from draftloop.errors import GraphError
+from draftloop.graphs.program import Body, Call, Program, Recorder
+
+
+class CudaProgram(Program):
+    """Captured segments with calls between them; a full graph is a single segment."""
+
+    def __init__(self, recorder: CudaRecorder) -> None:
+        self._recorder = recorder
+        self.steps: list[Call] = []
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    def replay(self) -> None:
+        for step in self.steps:
+            step()
+
+    def poison(self) -> None:
+        self._recorder.poison_pool()
+
+
+class CudaRecorder(Recorder):
+    """Captures phases on one stream into one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    def record(self, body: Body, *, piecewise: bool) -> CudaProgram:
+        program = CudaProgram(self)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        gc.collect()
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            body(_in_place)  # compiles kernels and lets libraries allocate outside of the pool
+            self.stream.synchronize()
+            self._begin(program)
+            try:
+                body((lambda call: self._break(program, call)) if piecewise else _in_place)
+            except Exception as error:
+                self._abandon(program)
+                raise GraphError(f"capture failed: {error}") from error
+            self._end(program)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        return program
+
+    def _begin(self, program: CudaProgram) -> None:
+        program.graphs.append(torch.cuda.CUDAGraph())
+        program.graphs[-1].capture_begin(pool=self.pool)
+
+    def _end(self, program: CudaProgram) -> None:
+        program.graphs[-1].capture_end()
+        program.steps.append(program.graphs[-1].replay)
+
+    def _break(self, program: CudaProgram, call: Call) -> None:
+        self._end(program)
+        call()
+        program.steps.append(call)
+        self._begin(program)
+
+    @staticmethod
+    def _abandon(program: CudaProgram) -> None:
+        with contextlib.suppress(RuntimeError):  # it may be invalid already; the first error is the one to show
+            program.graphs[-1].capture_end()
+
+    def time_ms(self, program: Program) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        program.replay()
+        start.record()
+        program.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def owned_bytes(self) -> int:
+        return sum(segment["total_size"] for segment in self._segments())
+
+    def _segments(self) -> list[dict[str, Any]]:
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.pool)]
+
+    def poison_pool(self) -> None:
+        """Fill the pool with ones: NaN in every floating type, -1 in every integer type."""
+        for segment in self._segments():
+            memory = torch.as_tensor(_Bytes(segment["address"], segment["total_size"]), device=self.device)
+            memory.fill_(0xFF)
+
+
+class _Bytes:
+    """Raw device memory, in the form that torch adopts without a copy."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _in_place(call: Call) -> None:
+    call()

@@ -1,0 +1,39 @@
+"""A captured phase at one size, and the recorder that makes it: the CPU and CUDA twins share these."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+Call = Callable[[], None]
+Attend = Callable[[Call], None]
+"""Runs an attention call: in place, or between captured segments."""
+Body = Callable[[Attend], None]
+"""A phase with its static buffers bound; reads and writes nothing else that changes address."""
+
+
+class Program(ABC):
+    """Something recorded once that runs again on the same storages."""
+
+    @abstractmethod
+    def replay(self) -> None: ...
+
+    @abstractmethod
+    def poison(self) -> None:
+        """Fill all memory that the program owns with NaN / sentinels, so that stale reads show."""
+
+
+class Recorder(ABC):
+    """Records programs on one device; they share memory, since they never run at the same time."""
+
+    @abstractmethod
+    def record(self, body: Body, *, piecewise: bool) -> Program:
+        """Warm up, then record `body`. Raises GraphError if it cannot be recorded."""
+
+    @abstractmethod
+    def time_ms(self, program: Program) -> float:
+        """Milliseconds of one replay."""
+
+    @abstractmethod
+    def owned_bytes(self) -> int:
+        """Memory held by all programs so far."""

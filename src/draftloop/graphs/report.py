@@ -1,0 +1,75 @@
+"""What is captured, what it costs, and what ran eager and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoverageRow:
+    """One captured size of a phase, or the sizes of it that have no graph."""
+
+    phase: str
+    mode: str
+    rows: int
+    tokens: int
+    captured: bool
+    reason: str
+    """Why there is no graph."""
+    ms: float | None
+    """One replay at start-up."""
+    mib: float | None
+    """Graph memory that this capture added to the shared pool."""
+    replays: int
+    eager_runs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphReport:
+    """The coverage table: phase x size."""
+
+    setting: str
+    rows: tuple[CoverageRow, ...]
+
+    @property
+    def replays(self) -> dict[str, int]:
+        """Graph replays per phase."""
+        return self._sum("replays")
+
+    @property
+    def eager_runs(self) -> dict[str, int]:
+        """Eager runs per phase."""
+        return self._sum("eager_runs")
+
+    def _sum(self, field: str) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for row in self.rows:
+            totals[row.phase] = totals.get(row.phase, 0) + getattr(row, field)
+        return totals
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"cudagraph_mode": self.setting, "rows": [asdict(row) for row in self.rows]}
+
+    def format(self) -> str:
+        """A table of one line per phase: captured row (or token) sizes, time of the smallest and largest."""
+        lines = [f"{'phase':<24}{'mode':<11}{'captured sizes':<34}{'ms':>14}{'MiB':>8}  not captured"]
+        for phase in dict.fromkeys(row.phase for row in self.rows):
+            mine = [row for row in self.rows if row.phase == phase]
+            graphs = [row for row in mine if row.captured]
+            why = "; ".join(row.reason for row in mine if not row.captured)
+            if graphs:
+                ragged = len({row.rows for row in graphs}) == 1 and len({row.tokens for row in graphs}) > 1
+                unit, sizes = ("tokens", [r.tokens for r in graphs]) if ragged else ("rows", [r.rows for r in graphs])
+                span = f"{unit} {_sizes(sizes)}"
+                ms = f"{graphs[0].ms:.2f}..{graphs[-1].ms:.2f}" if len(graphs) > 1 else f"{graphs[0].ms:.2f}"
+                mib = f"{sum(row.mib or 0 for row in graphs):.0f}"
+            else:
+                span = ms = mib = "-"
+            mode = graphs[0].mode if graphs else "NONE"
+            lines.append(f"{phase:<24}{mode:<11}{span:<34}{ms:>14}{mib:>8}  {why}")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _sizes(sizes: list[int]) -> str:
+    return ",".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]}..{sizes[-1]} ({len(sizes)} sizes)"

@@ -1,0 +1,287 @@
+"""The graph table: the only capture loop and the only dispatch of the program."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draftloop.errors import GraphError
+from draftloop.graphs.buffers import Buffers
+from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Phase, settle_mode
+from draftloop.graphs.program import Attend, Call, Program, Recorder
+from draftloop.graphs.report import CoverageRow, GraphReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladders:
+    """The sizes that graphs are captured at, ascending."""
+
+    rows: Sequence[int]
+    """Row counts of uniform phases. Rows are the unit: nobody divides a token count by 1+K."""
+    tokens: Sequence[int]
+    """Token counts of ragged phases."""
+    prefill_rows: int
+    """Every ragged graph is padded to this many rows."""
+
+
+@dataclass(kw_only=True)
+class _Entry:
+    """What is known of one phase or, with a program, of one captured size."""
+
+    program: Program | None = None
+    ms: float | None = None
+    mib: float | None = None
+    replays: int = 0
+
+
+@dataclass(kw_only=True)
+class _PhaseState:
+    phase: Phase
+    mode: GraphMode
+    reason: str
+    eager_runs: dict[str, int] = field(default_factory=dict)
+    """How often the phase ran eager, by the reason."""
+
+
+class GraphTable:
+    """Owns the static buffers, captures every declared phase, and runs phases by name.
+
+    Raises ValueError for two phases of one name, or buffers that disagree; ConfigError and
+    GraphError as `capture` and `run` say.
+    """
+
+    def __init__(
+        self,
+        phases: Iterable[Phase],
+        ladders: Ladders,
+        setting: ModeSetting,
+        recorder: Recorder,
+        device: torch.device,
+        *,
+        largest_rows: int,
+        largest_tokens: int,
+        require_graphs: bool = False,
+        poison: bool | None = None,
+        poison_more: Callable[[], None] | None = None,
+    ) -> None:
+        """`largest_rows` and `largest_tokens` are what the configuration allows, captured or not.
+
+        `poison_more` is called before each replay in poison mode, for memory that the table does
+        not own (unused pages).
+        """
+        self.ladders, self.setting, self.recorder, self.device = ladders, setting, recorder, device
+        self.largest_rows, self.largest_tokens = largest_rows, largest_tokens
+        self.require_graphs = require_graphs
+        self.poison = os.environ.get("DRAFTLOOP_POISON", "0") not in ("", "0") if poison is None else poison
+        self._poison_more = poison_more
+        self._states: dict[str, _PhaseState] = {}
+        self._entries: dict[Key, _Entry] = {}
+        for phase in phases:
+            if phase.name in self._states:
+                raise ValueError(f"two phases are called {phase.name!r}")
+            mode, reason = settle_mode(phase, setting)
+            self._states[phase.name] = _PhaseState(phase=phase, mode=mode, reason=reason)
+        self.buffers = Buffers(((s.phase, *self._largest(s.phase)) for s in self._states.values()), device)
+
+    @property
+    def phases(self) -> Mapping[str, Phase]:
+        return {name: state.phase for name, state in self._states.items()}
+
+    # ---- sizes ------------------------------------------------------------------------------
+
+    def key_for(self, name: str, rows: int, tokens: int | None = None) -> Key | None:
+        """The graph that serves this many live rows (and tokens, if ragged), or None.
+
+        Capture and dispatch both ask here, so what is captured is what is found.
+        """
+        state = self._states[name]
+        phase = state.phase
+        if state.mode is GraphMode.NONE:
+            return None
+        if phase.tokens_per_row is None:
+            bucket = _at_least(self.ladders.tokens, rows if tokens is None else tokens)
+            padded_rows = self._prefill_rows(phase)
+            if bucket is None or rows > padded_rows:
+                return None
+            return Key(phase=name, mode=state.mode, rows=padded_rows, tokens=bucket)
+        bucket = _at_least([r for r in self.ladders.rows if phase.max_rows is None or r <= phase.max_rows], rows)
+        if bucket is None:
+            return None
+        return Key(phase=name, mode=state.mode, rows=bucket, tokens=bucket * phase.tokens_per_row)
+
+    def keys(self) -> list[Key]:
+        """Every graph to capture, the largest first, so that smaller ones fit into its memory."""
+        found = {
+            self.key_for(name, 1 if state.phase.ragged else size, size)
+            for name, state in self._states.items()
+            for size in (self.ladders.tokens if state.phase.ragged else self.ladders.rows)
+        }
+        return sorted((key for key in found if key), key=lambda k: (k.tokens, k.rows, k.phase), reverse=True)
+
+    def _prefill_rows(self, phase: Phase) -> int:
+        return min(self.ladders.prefill_rows, phase.max_rows or self.ladders.prefill_rows)
+
+    def _largest(self, phase: Phase) -> tuple[int, int]:
+        """The largest (rows, tokens) that this phase can run at, padded or eager."""
+        if phase.tokens_per_row is None:
+            return self.ladders.prefill_rows, max([*self.ladders.tokens, self.largest_tokens])
+        rows = max([*self.ladders.rows, self.largest_rows])
+        return rows, rows * phase.tokens_per_row
+
+    # ---- capture ----------------------------------------------------------------------------
+
+    def capture(self, progress: Callable[[Key, int], None] | None = None) -> None:
+        """Capture every key. `progress(key, total)` is called before each.
+
+        Raises GraphError if a phase cannot be captured although it says so, or if graphs are
+        required and the configuration's largest batch has none.
+        """
+        keys = self.keys()
+        for key in keys:
+            if progress:
+                progress(key, len(keys))
+            phase = self._states[key.phase].phase
+            self.buffers.pad(phase, (0, 0), (key.rows, key.tokens), poison=False)
+            before = self.recorder.owned_bytes()
+            try:
+                program = self.recorder.record(
+                    lambda attend, key=key: self._call(key.phase, key.rows, key.tokens, attend),
+                    piecewise=key.mode is GraphMode.PIECEWISE,
+                )
+            except GraphError as error:
+                raise GraphError(f"phase {key.phase!r} at {key.rows} rows, {key.tokens} tokens: {error}") from error
+            mib = (self.recorder.owned_bytes() - before) / 2**20
+            self._entries[key] = _Entry(program=program, mib=mib, ms=self.recorder.time_ms(program))
+        if self.require_graphs and (gaps := self.uncovered()):
+            lines = "; ".join(f"{name}: {why}" for name, why in gaps.items())
+            raise GraphError(f"--require-graphs: not every phase is covered. {lines}")
+
+    def uncovered(self) -> dict[str, str]:
+        """Phases whose largest allowed batch has no graph, though the phase allows graphs, with the reason."""
+        gaps = {}
+        for name, state in self._states.items():
+            if state.phase.modes == {GraphMode.NONE}:
+                continue
+            tokens = self.largest_tokens if state.phase.ragged else None
+            rows = self.ladders.prefill_rows if state.phase.ragged else self.largest_rows
+            if self.key_for(name, rows, tokens) is None:
+                gaps[name] = self._why_eager(state, rows, tokens)
+        return gaps
+
+    def _why_eager(self, state: _PhaseState, rows: int, tokens: int | None) -> str:
+        if state.mode is GraphMode.NONE:
+            return state.reason
+        if tokens is not None and tokens > max(self.ladders.tokens, default=0):
+            return f"{tokens} tokens exceed the largest captured size {max(self.ladders.tokens, default=0)}"
+        limit = self._prefill_rows(state.phase) if state.phase.ragged else max(self.ladders.rows, default=0)
+        return f"{rows} rows exceed the largest captured size {min(limit, state.phase.max_rows or limit)}"
+
+    # ---- run --------------------------------------------------------------------------------
+
+    def run(
+        self, name: str, rows: int, inputs: Mapping[str, Tensor] | None = None, *, tokens: int | None = None
+    ) -> dict[str, Tensor]:
+        """Run a phase for `rows` live rows and return views of its outputs' live part.
+
+        A slot that is not among `inputs` is read as an earlier phase (or `buffers.write`) left it.
+        The views are overwritten by the next run of any phase with an output of that name.
+
+        Raises ValueError for unknown inputs, or slots that hold another number of entries;
+        GraphError if there is no graph for this size and the phase, or the user, forbids eager.
+        """
+        state = self._states[name]
+        phase = state.phase
+        live_tokens = rows * phase.tokens_per_row if phase.tokens_per_row is not None else tokens
+        if live_tokens is None:
+            raise ValueError(f"{name} is ragged: say how many tokens it runs")
+        for slot, value in (inputs or {}).items():
+            if slot not in phase.slots:
+                raise ValueError(f"{name} has no slot {slot!r}; it takes {sorted(phase.slots)}")
+            self.buffers.write(slot, value)
+        self.buffers.require(phase, rows, live_tokens)
+        key = self.key_for(name, rows, live_tokens)
+        if self.poison:
+            if self._poison_more:
+                self._poison_more()
+            self.buffers.poison_outputs(phase)
+        if key is None:
+            self._run_eager(state, rows, live_tokens)
+        else:
+            entry = self._entries[key]
+            assert entry.program is not None
+            self.buffers.pad(phase, (rows, live_tokens), (key.rows, key.tokens), poison=self.poison)
+            if self.poison:
+                entry.program.poison()
+            entry.program.replay()
+            entry.replays += 1
+        self.buffers.produced(phase, rows, live_tokens)
+        return self.buffers.views(phase.outputs, rows, live_tokens)
+
+    def _run_eager(self, state: _PhaseState, rows: int, tokens: int) -> None:
+        phase = state.phase
+        why = self._why_eager(state, rows, tokens if phase.ragged else None)
+        if GraphMode.NONE not in phase.modes:
+            raise GraphError(f"{phase.name}: {why}, and the phase does not allow eager")
+        if self.require_graphs and phase.modes != {GraphMode.NONE}:
+            raise GraphError(f"--require-graphs: {phase.name} would run eager: {why}")
+        state.eager_runs[why] = state.eager_runs.get(why, 0) + 1
+        with torch.inference_mode():
+            self._call(phase.name, rows, tokens, _in_place)
+
+    def _call(self, name: str, rows: int, tokens: int, attend: Attend) -> None:
+        """The phase's own function over its buffers: what is captured, and what runs eager."""
+        phase = self._states[name].phase
+        slots = self.buffers.views(phase.slots, rows, tokens)
+        targets = self.buffers.views(phase.outputs, rows, tokens)
+        results = phase.fn(Launch(rows=rows, tokens=tokens, attend=attend), **slots)
+        if set(results) != set(targets):
+            raise ValueError(f"{name} declares the outputs {sorted(targets)}, but returned {sorted(results)}")
+        for output, target in targets.items():
+            target.copy_(results[output])
+
+    # ---- report -----------------------------------------------------------------------------
+
+    def report(self) -> GraphReport:
+        """Phase x size: mode, milliseconds, memory, use, and the reason where there is no graph."""
+        rows = []
+        for name, state in self._states.items():
+            captured = sorted((k, e) for k, e in self._entries.items() if k.phase == name)
+            rows += [
+                CoverageRow(
+                    phase=name, mode=key.mode.value, rows=key.rows, tokens=key.tokens, captured=True, reason="",
+                    ms=entry.ms, mib=entry.mib, replays=entry.replays, eager_runs=0,
+                )
+                for key, entry in captured
+            ]  # fmt: skip
+            gap = self.uncovered().get(name, state.reason if state.mode is GraphMode.NONE else "")
+            if gap or state.eager_runs:
+                largest = self._largest(state.phase)
+                rows.append(
+                    CoverageRow(
+                        phase=name, mode=GraphMode.NONE.value, rows=largest[0], tokens=largest[1], captured=False,
+                        reason="; ".join(state.eager_runs) or gap, ms=None, mib=None, replays=0,
+                        eager_runs=sum(state.eager_runs.values()),
+                    )
+                )  # fmt: skip
+        return GraphReport(setting=self.setting.value, rows=tuple(rows))
+
+    def reset_counts(self) -> None:
+        """Start counting replays and eager runs anew."""
+        for entry in self._entries.values():
+            entry.replays = 0
+        for state in self._states.values():
+            state.eager_runs.clear()
+
+
+def _at_least(ladder: Sequence[int], size: int) -> int | None:
+    index = bisect_left(ladder, size)
+    return ladder[index] if index < len(ladder) else None
+
+
+def _in_place(call: Call) -> None:
+    call()

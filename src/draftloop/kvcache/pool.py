@@ -1,0 +1,71 @@
+"""The memory of the paged caches: one for the target and one for each model that a drafter brings.
+
+All caches have the same pages, so a row has one page table, whoever reads it.
+
+Shape suffixes: L layers, P pages, S tokens per page, G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftloop.errors import CapacityError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """What one model keeps per token."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def bytes_per_page(self, page_size: int) -> int:
+        return self.num_layers * 2 * page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, num_pages: int, page_size: int, device: torch.device) -> Tensor:
+        """[L, 2, P, S, G, D]: keys at index 0 of the second dimension, values at 1."""
+        shape = (self.num_layers, 2, num_pages, page_size, self.num_kv_heads, self.head_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=device)
+
+
+class CachePool:
+    """Caches over one set of pages."""
+
+    def __init__(self, specs: Sequence[CacheSpec], num_pages: int, page_size: int, device: torch.device) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self.caches = [spec.allocate(num_pages, page_size, device) for spec in specs]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fill pages that belong to nobody with NaN, so that reading them shows."""
+        index = torch.tensor([0, *pages], device=self.caches[0].device) if self.caches else None
+        for cache in self.caches:
+            cache.index_fill_(2, index, float("nan"))
+
+
+def count_pages(
+    specs: Sequence[CacheSpec], page_size: int, *, budget_bytes: int, useful_pages: int, least_pages: int
+) -> int:
+    """How many pages to allocate: what the budget holds, but no more than can ever be used.
+
+    `useful_pages` covers every row at full length, `least_pages` one request of the shortest
+    useful length. Raises CapacityError, saying how much is needed, if not even that fits.
+    """
+    per_page = sum(spec.bytes_per_page(page_size) for spec in specs)
+    pages = min(budget_bytes // per_page, useful_pages) if per_page else useful_pages
+    if pages < least_pages:
+        raise CapacityError(
+            f"the key/value cache needs {least_pages * per_page / 2**20:.0f} MiB for a single request, but "
+            f"{max(budget_bytes, 0) / 2**20:.0f} MiB are left for it; raise --gpu-memory-utilization or "
+            f"--kv-cache-memory-bytes, or lower --max-model-len"
+        )
+    return int(pages)

@@ -1,0 +1,87 @@
+"""What one engine step is to run. Plain data, no tensors."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from draftloop.request import SamplingParams
+
+
+class Stage(Enum):
+    """Where a request is in its life."""
+
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    FINISHED = auto()
+
+
+@dataclass(kw_only=True, eq=False)
+class Sequence:
+    """A request while the engine holds it."""
+
+    request_id: str
+    number: int
+    """Counts requests of this engine; seeds the seedless ones."""
+    prompt_ids: list[int]
+    params: SamplingParams
+    eos_ids: frozenset[int]
+    speculation: bool = True
+    """False: nothing is drafted for this request."""
+
+    max_total: int = 0
+    """Prompt and output together never exceed this many tokens."""
+    stage: Stage = Stage.WAITING
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    num_prefilled: int = 0
+    """Prompt tokens handed to the device so far."""
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    acceptance_histogram: list[int] = field(default_factory=list)
+    num_draft_tokens: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Part of a prompt that runs in one step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def completes_prompt(self) -> bool:
+        return self.end == self.sequence.num_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step: prompt chunks, and the rows that verify and draft.
+
+    They are separate passes, so decoding rows never leave their uniform graphs because a prompt
+    came in. A row decodes because its request does, not because its token count looks like it.
+    """
+
+    chunks: tuple[Chunk, ...]
+    decodes: tuple[Sequence, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks or self.decodes)
