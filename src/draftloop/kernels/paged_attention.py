@@ -157,14 +157,15 @@ def _attend_kernel(
         key = next_key
         page = next_page
 
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    result = acc / divisor[:, None]
     if NUM_SPLITS == 1:
         out_offset = (token * out_stride_t + head * out_stride_h)[:, None] + d[None, :]
         tl.store(out_ptr + out_offset, result.to(out_ptr.dtype.element_ty), mask=m_live[:, None] & d_live[None, :])
     else:
-        # an empty split says so in the log-sum-exp; its result is never read
+        # an empty split has a log-sum-exp of -inf; its result is never read
         index = (token * NUM_HEADS + head) * NUM_SPLITS + split
-        tl.store(lse_ptr + index, tl.where(total == 0.0, float("-inf"), peak + tl.log2(total)), mask=m_live)
+        tl.store(lse_ptr + index, peak + tl.log2(divisor), mask=m_live)
         partial_live = (m_live & (total > 0.0))[:, None] & d_live[None, :]
         tl.store(partial_ptr + index[:, None] * HEAD_DIM + d[None, :], result, mask=partial_live)
 

@@ -104,6 +104,7 @@ def _rope_write_kernel(
     sin = tl.load(angle_ptr + HALF, mask=d < HALF, other=0.0)[None, :]
     cos = tl.where(is_value[:, None], 1.0, cos)
     sin = tl.where(is_value[:, None], 0.0, sin)
+    r, rest, rest_live = d, first, live  # unused unless BLOCK_REST
     if BLOCK_REST > 0:
         r = 2 * HALF + tl.arange(0, BLOCK_REST)
         rest_live = head_live[:, None] & (r < HEAD_DIM)[None, :]

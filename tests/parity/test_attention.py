@@ -1,0 +1,332 @@
+"""Attention backends against a dense softmax written out here, over lengths and layouts that go wrong in the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
+from draftloop.attention.registry import attention_backend
+from draftloop.errors import ConfigError
+from draftloop.kernels import paged_attention
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A batch. `lens` is (tokens, keys) of each entry."""
+
+    lens: Sequence[tuple[int, int]]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    causal: bool = True
+    window: int | None = None
+    uniform: bool = False
+    padding: int = 0
+    """Tokens past the last entry's."""
+    seed: int = 0
+
+
+def dense(q_QHD: Tensor, k_SGD: Tensor, v_SGD: Tensor, case: Case) -> Tensor:
+    """Softmax attention of one entry in fp32, one token and one head at a time."""
+    num_queries, num_keys = q_QHD.shape[0], k_SGD.shape[0]
+    out = torch.zeros(q_QHD.shape)
+    for i in range(num_queries):
+        position = num_keys - num_queries + i
+        first = max(0, position - case.window + 1) if case.window else 0
+        last = position + 1 if case.causal else num_keys
+        if last <= first:
+            continue
+        for head in range(case.heads):
+            kv_head = head // (case.heads // case.kv_heads)
+            score = k_SGD[first:last, kv_head].float() @ q_QHD[i, head].float() / math.sqrt(case.head_dim)
+            out[i, head] = torch.softmax(score, 0) @ v_SGD[first:last, kv_head].float()
+    return out
+
+
+def make(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, AttentionBatch, Tensor]:
+    """q, cache, batch and what must come out. Pages are shuffled; all that nobody may read is NaN."""
+    generator = torch.Generator().manual_seed(case.seed)
+    num_tokens = sum(n for n, _ in case.lens) + case.padding
+    width = max(1, max(-(-keys // case.page_size) for _, keys in case.lens)) + 1
+    num_rows = len(case.lens)
+    kv = torch.full((2, num_rows * width + 1, case.page_size, case.kv_heads, case.head_dim), float("nan"))
+    pages = torch.randperm(num_rows * width, generator=generator) + 1
+    # engine rows in another order than the batch's entries; one row has no entry
+    rows = torch.randperm(num_rows, generator=generator) + 1
+    table = torch.full((num_rows + 1, width), -1, dtype=torch.int32)
+    q = torch.randn(num_tokens, case.heads, case.head_dim, generator=generator).to(dtype)
+    expected = torch.zeros(q.shape)
+    starts = [0]
+    for entry, (queries, keys) in enumerate(case.lens):
+        k, v = (torch.randn(keys, case.kv_heads, case.head_dim, generator=generator).to(dtype) for _ in range(2))
+        for i in range(-(-keys // case.page_size)):
+            page = int(pages[entry * width + i])
+            table[rows[entry], i] = page
+            for side, x in enumerate((k, v)):
+                part = x[i * case.page_size : (i + 1) * case.page_size]
+                kv[side, page, : part.shape[0]] = part.float()
+        start = starts[-1]
+        expected[start : start + queries] = dense(q[start : start + queries], k, v, case)
+        starts.append(start + queries)
+    batch = AttentionBatch(
+        rows_R=rows.int().to(device),
+        query_starts_R1=torch.tensor(starts, dtype=torch.int32, device=device),
+        kv_lens_R=torch.tensor([keys for _, keys in case.lens], dtype=torch.int32, device=device),
+        positions_T=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        slots_T=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        page_table_MN=table.to(device),
+        max_query_len=max(n for n, _ in case.lens),
+        uniform=case.uniform,
+        causal=case.causal,
+    )
+    return q.to(device), kv.to(dtype).to(device), batch, expected
+
+
+def backend(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    shape = AttentionShape(
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        scale=case.head_dim**-0.5,
+        page_size=case.page_size,
+        dtype=dtype,
+        kv_dtype=dtype,
+    )
+    cls = attention_backend(name, device.type)
+    cls.check(shape, device.type)
+    return cls(shape, device)
+
+
+def check(
+    name: str, case: Case, device: torch.device, dtype: torch.dtype = torch.float32, num_splits: int | None = None
+) -> None:
+    q, kv, batch, expected = make(case, device, dtype)
+    out = torch.full_like(q, float("nan"))
+    if num_splits is None:
+        backend(name, case, device, dtype).attend(q, kv, batch, out, sliding_window=case.window)
+    else:
+        paged_attention.paged_attention_triton(
+            q,
+            kv,
+            batch.rows_R,
+            batch.query_starts_R1,
+            batch.kv_lens_R,
+            batch.page_table_MN,
+            out,
+            query_len=batch.max_query_len if batch.uniform else 0,
+            causal=batch.causal,
+            window=case.window or 0,
+            scale=case.head_dim**-0.5,
+            num_sms=1,
+            num_splits=num_splits,
+        )
+    torch.testing.assert_close(out.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+NAMES = pytest.mark.parametrize("name", ["sdpa", "triton"])
+UNIFORM = ((5, 33), (5, 5), (5, 0), (5, 81))
+RAGGED = ((1, 17), (5, 33), (3, 3), (0, 0), (2, 0), (37, 50), (1, 80))
+
+
+@NAMES
+@pytest.mark.parametrize("window", [None, 1, 5, 33])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "block"])
+@pytest.mark.parametrize("lens", [UNIFORM, RAGGED], ids=["uniform", "ragged"])
+def test_masks(
+    name: str, device: torch.device, lens: tuple[tuple[int, int], ...], causal: bool, window: int | None
+) -> None:
+    """Rows without keys, lengths on and around page edges, windows that start inside a page."""
+    uniform = lens is UNIFORM
+    check(
+        name,
+        Case(lens=lens, causal=causal, window=window, uniform=uniform, padding=0 if uniform else 3),
+        device,
+    )
+
+
+@NAMES
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=["group1", "group4", "group8"])
+def test_groups_and_pages(name: str, device: torch.device, kv_heads: int, page_size: int) -> None:
+    lens = ((3, 2 * page_size + 1), (3, 2 * page_size), (3, page_size - 1))
+    check(name, Case(lens=lens, heads=8, kv_heads=kv_heads, page_size=page_size, uniform=True), device)
+
+
+@NAMES
+def test_group_of_three(name: str, device: torch.device) -> None:
+    check(name, Case(lens=((6, 40), (6, 6)), heads=9, kv_heads=3, uniform=True), device)
+    check(name, Case(lens=((13, 40), (1, 6)), heads=9, kv_heads=3), device)
+
+
+@NAMES
+@pytest.mark.parametrize("head_dim", [80, 96, 128, 256])
+def test_head_sizes(name: str, device: torch.device, head_dim: int) -> None:
+    check(name, Case(lens=((2, 35), (2, 0)), head_dim=head_dim, uniform=True), device)
+
+
+@NAMES
+def test_half_precision(name: str, device: torch.device) -> None:
+    # numpy, and so the interpreter, multiplies no bf16
+    dtype = torch.float16 if name == "triton" and device.type == "cpu" else torch.bfloat16
+    check(name, Case(lens=UNIFORM, uniform=True), device, dtype)
+    check(name, Case(lens=RAGGED, padding=2), device, dtype)
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 8])
+@pytest.mark.parametrize("lens", [((3, 161), (3, 17), (3, 0)), ((1, 161), (4, 17), (2, 0))], ids=["uniform", "ragged"])
+def test_splits(device: torch.device, lens: tuple[tuple[int, int], ...], num_splits: int) -> None:
+    """Short rows leave splits empty; rows without keys leave all of them empty."""
+    uniform = lens[0][0] == lens[1][0]
+    for window in (None, 20):
+        check("triton", Case(lens=lens, uniform=uniform, window=window, padding=0 if uniform else 2), device,
+              num_splits=num_splits)  # fmt: skip
+
+
+@NAMES
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "block"])
+def test_blocks_of_one_to_k_plus_one(name: str, device: torch.device, causal: bool) -> None:
+    """Field case B13: 1..K+1 tokens per row, uneven lengths, a page edge inside each block."""
+    lens = tuple((n, 16 * (n + 1) + n // 2) for n in range(1, 7))
+    check(name, Case(lens=lens, causal=causal, padding=1), device)
+    for queries in (1, 2, 6):
+        lens = tuple((queries, 16 * pages + queries // 2) for pages in (1, 2, 5))
+        check(name, Case(lens=lens, causal=causal, uniform=True), device)
+
+
+@NAMES
+def test_padding_row_with_a_poisoned_table(name: str, device: torch.device) -> None:
+    """Field case B09: three live rows and a padding row, whose table entries (-1) and pages must not be read."""
+    check(name, Case(lens=((1, 18), (1, 1), (1, 40), (1, 0)), uniform=True), device)
+
+
+@NAMES
+def test_more_tokens_than_keys(name: str, device: torch.device) -> None:
+    """Tokens before the sequence's start see nothing and get zeros."""
+    check(name, Case(lens=((5, 3), (5, 1)), uniform=True), device)
+
+
+@NAMES
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_ragged_batches(name: str, device: torch.device, data: st.DataObject) -> None:
+    queries = st.integers(0, 20)
+    lens = data.draw(
+        st.lists(queries.flatmap(lambda n: st.tuples(st.just(n), st.just(0) | st.integers(n, n + 70))), min_size=1,
+                 max_size=5)
+    )  # fmt: skip
+    if not any(n for n, _ in lens):
+        lens[0] = (1, 1)
+    case = Case(
+        lens=lens,
+        heads=data.draw(st.sampled_from([2, 6])),
+        causal=data.draw(st.booleans()),
+        window=data.draw(st.none() | st.integers(1, 60)),
+        padding=data.draw(st.integers(0, 4)),
+        seed=data.draw(st.integers(0, 99)),
+    )
+    check(name, case, device)
+
+
+def test_sdpa_reads_adjacent_pages_in_place(device: torch.device) -> None:
+    """Adjacent pages are read without a gather, to the same result."""
+    case = Case(lens=((2, 50),), uniform=True)
+    q, kv, batch, expected = make(case, device, torch.float32)
+    row = batch.page_table_MN[batch.rows_R.long()][0, :4].long()
+    ordered = torch.full_like(kv, float("nan"))
+    ordered[:, 1:5] = kv[:, row]
+    batch.page_table_MN[batch.rows_R.long(), :4] = torch.arange(1, 5, dtype=torch.int32, device=device)
+    out = torch.empty_like(q)
+    backend("sdpa", case, device, torch.float32).attend(q, ordered, batch, out, sliding_window=None)
+    torch.testing.assert_close(out.cpu(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sdpa", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (8, 4, 256), (8, 8, 96)], ids=str
+)
+def test_model_shapes(name: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Real shapes: verify, draft decode and prefill."""
+    device = torch.device("cuda")
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    for lens in (((6, 700),), ((6, 1023), (6, 0), (6, 64), (6, 257)), ((1, 513),) * 40):
+        for page_size in (16, 64):
+            check(name, Case(lens=lens, uniform=True, page_size=page_size, **shape), device, dtype)
+    check(name, Case(lens=((200, 300), (6, 500), (1, 90), (130, 130)), padding=15, **shape), device, dtype)
+    check(name, Case(lens=((200, 300), (6, 500)), window=100, **shape), device, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("uniform", [True, False])
+def test_replays_follow_device_lengths(uniform: bool) -> None:
+    """One captured launch serves lengths that change on the device, and repeats bit for bit."""
+    device = torch.device("cuda")
+    case = Case(lens=((3, 200), (3, 90)), uniform=uniform)
+    q, kv, batch, _ = make(case, device, torch.bfloat16)
+    out = torch.empty_like(q)
+    triton = backend("triton", case, device, torch.bfloat16)
+    triton.attend(q, kv, batch, out, sliding_window=None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        triton.attend(q, kv, batch, out, sliding_window=None)
+    for lens in ([200, 90], [17, 3], [33, 0], [200, 90]):
+        batch.kv_lens_R.copy_(torch.tensor(lens))
+        eager = torch.empty_like(q)
+        triton.attend(q, kv, batch, eager, sliding_window=None)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, eager)
+        assert not out.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 72}, "head size 72"),
+        ({"page_size": 8}, "page size 8"),
+        ({"kv_dtype": torch.float16}, "cache dtype"),
+        ({"num_kv_heads": 3}, "do not divide"),
+    ],
+)
+def test_triton_refuses_what_it_has_no_kernel_for(change: dict, message: str) -> None:
+    good = AttentionShape(
+        num_heads=4, num_kv_heads=2, head_dim=64, scale=1.0, page_size=16, dtype=torch.float32, kv_dtype=torch.float32
+    )
+    triton = attention_backend("triton", "cuda")
+    triton.check(good, "cuda")
+    with pytest.raises(ConfigError, match=message):
+        triton.check(replace(good, **change), "cuda")
+
+
+def test_sdpa_refuses_another_cache_dtype() -> None:
+    shape = AttentionShape(
+        num_heads=4, num_kv_heads=2, head_dim=64, scale=1.0, page_size=16, dtype=torch.float32, kv_dtype=torch.float16
+    )
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        attention_backend("sdpa", "cpu").check(shape, "cpu")
+
+
+def test_names() -> None:
+    assert attention_backend("auto", "cpu").name == "sdpa"
+    assert attention_backend("auto", "cuda").name == "triton"
+    with pytest.raises(ConfigError, match="did you mean 'triton'"):
+        attention_backend("tritn", "cpu")
+
+
+def test_graph_support_is_told_with_a_reason() -> None:
+    for name in ("sdpa", "triton"):
+        for device_type in ("cpu", "cuda"):
+            support = attention_backend(name, device_type).graph_support(device_type)
+            assert support.reason or (support.uniform and support.ragged)
