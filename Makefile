@@ -40,7 +40,7 @@ types: install-dev ## type checks
 	$(BIN)/pyrefly check
 
 layers: install-dev ## check that imports point one way
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 install: $(VENV)/.installed ## make .venv and install draftloop
 

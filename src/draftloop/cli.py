@@ -79,14 +79,14 @@ def _option(name: str, annotation: Any, default: Any, group: Group, help: str) -
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=full)
 
 
-def _engine_options() -> list[inspect.Parameter]:
+def _engine_options(**defaults: Any) -> list[inspect.Parameter]:
     docs, types_ = field_docs(EngineConfig), field_types(EngineConfig)
     options = []
     for field in dataclasses.fields(EngineConfig):
         name = field.name
         if name == "speculative_config":  # JSON, in the group of its short forms
             continue
-        option = _option(name, types_[name], field.default, _ENGINE, docs[name])
+        option = _option(name, types_[name], defaults.get(name, field.default), _ENGINE, docs[name])
         # Also the command's one positional argument.
         options.append(option.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) if name == "model" else option)
     return options
@@ -174,10 +174,14 @@ def _split(values: dict[str, Any]) -> tuple[EngineConfig, SamplingParams]:
 def _open(config: EngineConfig) -> LLM:
     from draftloop.engine.llm import LLM
 
-    return LLM(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    return LLM.from_config(config)
 
 
-@_command(app, "run", [*_engine_options(), *_speculation_options(), *_sampling_options()])
+# One request at a time, so one row: fewer graphs to capture, and a quicker start.
+_CONVERSATION = [*_engine_options(max_num_seqs=1), *_speculation_options(), *_sampling_options()]
+
+
+@_command(app, "run", _CONVERSATION)
 def run(
     values: dict[str, Any],
     *,
@@ -211,7 +215,7 @@ def run(
         llm.close()
 
 
-@_command(app, "chat", [*_engine_options(), *_speculation_options(), *_sampling_options()])
+@_command(app, "chat", _CONVERSATION)
 def chat(values: dict[str, Any], *, system: str | None = None) -> None:
     """Talk to a model. /reset starts over; /exit, or end of input, leaves.
 

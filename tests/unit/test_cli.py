@@ -40,11 +40,15 @@ class FakeLLM:
 
     made: list[FakeLLM] = []  # noqa: RUF012
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        self.config = EngineConfig.from_mapping(model=model, **settings)
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
         self.streamed: list[tuple[Any, SamplingParams, bool]] = []
         self.closed = False
-        FakeLLM.made.append(self)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> FakeLLM:
+        cls.made.append(cls(config))
+        return cls.made[-1]
 
     def get_tokenizer(self) -> Any:
         return types.SimpleNamespace(chat_template="{{ messages }}")
@@ -128,6 +132,7 @@ def test_run_without_speculation(capsys):
     cli.main(["run", "--spec-tokens", "0"])
     (llm,) = FakeLLM.made
     assert llm.config.speculation is None
+    assert llm.config.max_num_seqs == 1
     assert [speculation for _, _, speculation in llm.streamed] == [False]
     assert "without speculation" in capsys.readouterr().err
 

@@ -55,6 +55,8 @@ class Demo:
     ) -> None:
         """Answer all prompts; `write` gets the text as it comes. Raises RequestError if one cannot be answered."""
         inputs = [self._input(prompt, raw) for prompt in prompts]
+        if write is not None:
+            print(*(f"> {prompt}" for prompt in prompts), sep="\n", file=sys.stderr)
         self.main = self._answer(inputs, self.speculative, write)
         if self.speculative and compare:
             self.plain = self._answer(inputs, False, None)
@@ -76,10 +78,18 @@ class Demo:
             ratio = self.main.tokens_per_s / max(self.plain.tokens_per_s, 1e-9)
             same = {True: "; the answers are the same", False: "; the answers differ", None: ""}[self._same_tokens()]
             console.print(f"{ratio:.2f}x with speculation{same}")
-        graphs = Table("phase", "graph replays", "eager runs", "why not captured", title="Graphs", title_justify="left")
+        graphs = Table(
+            "phase",
+            "graph replays",
+            "eager runs",
+            "why not captured",
+            title="Graphs of the phases that ran",
+            title_justify="left",
+        )
         for phase, counts in self._phases().items():
-            reasons = "; ".join(counts["reasons"])
-            graphs.add_row(phase, str(counts["replays"]), str(counts["eager_runs"]), reasons)
+            if counts["replays"] or counts["eager_runs"]:
+                reasons = "; ".join(counts["reasons"])
+                graphs.add_row(phase, str(counts["replays"]), str(counts["eager_runs"]), reasons)
         console.print(graphs)
 
     def print_json(self) -> None:
