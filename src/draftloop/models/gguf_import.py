@@ -84,8 +84,9 @@ def _write_weights(tensors: list, facts: dict[str, Any], path: Path, *, show_pro
         part = tensor.name.split(".")[-2]
         if part in heads:
             weight = unpermute(weight, heads[part])
-        found[hf_name(tensor.name)] = torch.from_numpy(np.ascontiguousarray(weight)).to(torch.bfloat16)
+        found[hf_name(tensor.name)] = torch.from_numpy(np.array(weight)).to(torch.bfloat16)
     save_file(found, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it readable by the owner alone
 
 
 def _write_config(facts: dict[str, Any], folder: Path, *, tied: bool) -> None:

@@ -152,14 +152,14 @@ class _Hub:
     def cached(self, hub_id: str) -> Path | None:
         """The snapshot on this machine, None unless it is complete. Opens no connection."""
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         try:
             folder = Path(
                 snapshot_download(hub_id, revision=self.revision, cache_dir=self.download_dir, local_files_only=True)
             )
             check_folder(folder, weights=self.weights)
-        except (LocalEntryNotFoundError, ConfigError):
+        except (LocalEntryNotFoundError, HFValidationError, ConfigError):
             return None
         return folder
 
@@ -167,7 +167,13 @@ class _Hub:
         """Fetch a snapshot. Raises ConfigError, within seconds where the hub cannot be reached."""
         import httpx
         from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HFValidationError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
 
         what = f"model {hub_id!r}" + (f" at revision {self.revision!r}" if self.revision else "")
         try:
@@ -191,12 +197,19 @@ class _Hub:
             ) from error
         except RepositoryNotFoundError as error:
             raise ConfigError(f"the hub has no {what}; check the spelling, or log in if it is private") from error
+        except RevisionNotFoundError as error:
+            raise ConfigError(f"the hub has no {what}; check the revision, or leave it out") from error
+        except HFValidationError as error:
+            raise ConfigError(f"{hub_id!r} is neither a local folder nor a hub id ({error}); check the path") from error
         except OfflineModeIsEnabled as error:
-            raise ConfigError(f"{what} is not on this machine and HF_HUB_OFFLINE forbids to fetch it") from error
+            raise ConfigError(
+                f"{what} is neither a local folder nor in the hub's cache, and HF_HUB_OFFLINE forbids to fetch it; "
+                "unset it, or check the path"
+            ) from error
         except (httpx.HTTPError, OSError) as error:  # OSError: every error of huggingface_hub, and a full disk
             raise ConfigError(
-                f"{what} is not on this machine and cannot be fetched ({error.__class__.__name__}: {error}); "
-                "check the network, or name a local folder"
+                f"{what} is neither a local folder nor in the hub's cache, and cannot be fetched "
+                f"({error.__class__.__name__}: {error}); check the network, or name a local folder"
             ) from error
         check_folder(folder, weights=self.weights)
         return folder
