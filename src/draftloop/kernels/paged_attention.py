@@ -231,15 +231,15 @@ def choose_tiles(
 ) -> Tiles:
     """Static tile sizes and split count. `query_len` 0 means ragged; `max_keys` bounds any row's length."""
     packed = (query_len or max(1, num_tokens // num_rows)) * group
-    limit = 128 if query_len == 0 else 64
     if itemsize == 4:
-        limit = 32  # fp32 tiles do not fit otherwise, and no tensor core works on them exactly
+        # no tensor core multiplies fp32 exactly, and the registers hold no larger tiles
+        limit, block_n, num_stages = 16, 16, 2
     elif head_dim > 128:
-        limit = 64
+        limit, block_n, num_stages = 64, 32, 2
+    else:
+        limit, block_n, num_stages = 64 if query_len else 128, 64, 3
     block_m = max(16, next_power_of_2(group), min(limit, next_power_of_2(packed)))
-    block_n = 64 if head_dim * itemsize <= 256 else 32
-    num_warps = 8 if block_m >= 128 else 4
-    num_stages = 3 if head_dim * itemsize <= 256 else 2
+    num_warps = 8 if block_m * next_power_of_2(head_dim) >= 128 * 128 else 4
 
     block_q = block_m // group
     # ragged: every row, and the tokens past the last one, may end in a block that is not full
