@@ -167,7 +167,7 @@ def _download(into: Path, *, show_progress: bool | None) -> Path:
     result = subprocess.run(
         command + ([] if bar else ["--quiet", "--progress-bar", "off"]),
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr.fileno() if bar else subprocess.PIPE,
+        stdout=2 if bar else subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
