@@ -183,6 +183,19 @@ def test_the_distribution_test_notices(draft):
     assert p_value(tokens) < 1e-9
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_noise_of_a_token_belongs_to_its_position_however_the_token_was_reached(depth):
+    rows = 1000
+    seeds, positions = SEEDS_R[:rows], SEEDS_R[:rows] * 3
+    p = TARGET[:1].expand(rows, depth + 1, -1).clone()
+    drafts = torch.arange(rows * depth).view(rows, depth) % VOCAB
+    p[:, :depth] = torch.nn.functional.one_hot(drafts, VOCAB).float()  # all drafts are accepted
+    emitted, num = accept_sampled(p, drafts, None, seeds, positions)
+    assert (num == depth + 1).all()
+    plain, _ = accept_sampled(p[:, depth:], drafts[:, :0], None, seeds, positions + depth)
+    assert torch.equal(emitted[:, depth], plain[:, 0])
+
+
 def rate_of(accepted: torch.Tensor) -> float:
     return (accepted >= 1).double().mean().item()
 

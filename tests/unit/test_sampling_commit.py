@@ -130,6 +130,17 @@ def test_fewer_drafts_than_the_state_has_room_for_use_the_first_ones():
     assert accept_rows_sampled(make_state(draft_vocab=VOCAB), ints([0, 1]), logits[:4], 1)["emitted"].shape == (2, 2)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_that_the_target_does_not_know_are_counted_but_never_emitted(rule):
+    state = make_state(draft_vocab=VOCAB + 9)
+    state.drafts_MK[:4, 1] = VOCAB + ints([0, 1, 4, 8])
+    run = {"synthetic": lambda *args: accept_rows_synthetic(*args, torch.ones(3))}.get(rule, RULES[rule])
+    out = run(state, ints([0, 1, 2, 3]), logits_for(4, 3), 3)
+    assert out["emitted"].max() < VOCAB
+    assert (out["num_emitted"] <= 2).all()
+    assert out["num_drafted"].tolist() == [3, 3, 3, 3]
+
+
 def test_rows_without_drafts_are_not_counted_as_drafted():
     state = make_state()
     state.drafts_MK[0] = NO_DRAFT
