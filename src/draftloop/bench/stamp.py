@@ -19,13 +19,20 @@ _PACKAGES = ("torch", "triton", "transformers")
 
 
 def stamp(command: str | None = None) -> dict[str, Any]:
-    """Where a result comes from. `gpu` is None on a machine without one."""
+    """Where a result comes from. `gpu` is None on a machine without one.
+
+    Where the program runs from a copy without its repository, `GIT_SHA` (and `GIT_DIRTY=1`) say
+    which commit it is.
+    """
+    sha, dirty = _git("rev-parse", "HEAD"), _dirty()
+    if sha is None and (sha := os.environ.get("GIT_SHA")):
+        dirty = os.environ.get("GIT_DIRTY", "0") != "0"
     return {
         "command": command or current_command(),
         "gpu": _gpu_name(),
         "cpu": cpu_name(),
-        "git": _git("rev-parse", "HEAD"),
-        "dirty": _dirty(),
+        "git": sha,
+        "dirty": dirty,
         "date": datetime.date.today().isoformat(),
         "versions": {
             **{name: _version(name) for name in _PACKAGES},

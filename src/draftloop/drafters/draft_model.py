@@ -159,6 +159,7 @@ class DraftModelDrafter(Drafter):
                     tokens_per_row=block,
                     modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full}),
                     reason=support.reason,
+                    cost=model.cost(),
                 ),
                 Phase(
                     name=_named("draft.decode", sampled),
@@ -167,6 +168,7 @@ class DraftModelDrafter(Drafter):
                     # never piecewise: that pads tokens, and attention would read past its rows
                     modes=frozenset({GraphMode.NONE, *full}),
                     reason=support.reason or "one token per row is captured whole or not at all",
+                    cost=model.cost(),
                 ),
             ]
         return phases

@@ -90,6 +90,11 @@ class EngineCore:
         Returns the requests that got tokens, with their text so far.
         """
         plan = self.scheduler.plan()
+        now = time.perf_counter()
+        for chunk in plan.chunks:
+            if chunk.start == 0:
+                chunk.sequence.started = now
+                self.stats.prompt_tokens += chunk.sequence.num_prompt
         if plan:
             self._in_flight.append(self.worker.launch(plan))
             self.scheduler.launched(plan)
@@ -100,6 +105,8 @@ class EngineCore:
 
     def _commit(self, plan: StepPlan, emitted: Emitted) -> list[tuple[Sequence, str]]:
         """Apply what a step emitted. Rows that ended while it was in flight are passed over."""
+        for sequence in self.scheduler.running if emitted.has_drafts else ():
+            sequence.has_drafts = emitted.has_drafts[sequence.row]
         changed = []
         ending = [chunk.sequence for chunk in plan.chunks if chunk.completes_prompt]
         for sequence, token in zip(ending, emitted.first_tokens, strict=True):

@@ -173,7 +173,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             max_model_len=resolved.max_model_len,
             num_drafts=num_drafts,
         ),
-        Worker(table, state, drafter, seed=config.seed),
+        Worker(table, state, drafter, seed=config.seed, overlaps=resolved.pipeline_depth > 1),
         vocab_size=model_config.vocab_size,
         eos_ids=frozenset(eos_token_ids(source)),
         pipeline_depth=resolved.pipeline_depth,

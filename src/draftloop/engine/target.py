@@ -120,6 +120,7 @@ def target_phases(
                 tokens_per_row=1 + k,
                 modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full_uniform}),
                 reason=support.reason,
+                cost=model.cost(),
             )
         )
         phases += [

@@ -26,6 +26,8 @@ class Emitted:
     """Per decoding row."""
     num_drafted: list[int]
     """Per decoding row: drafts that were verified."""
+    has_drafts: list[bool] | None
+    """Per engine row, whether something was drafted for the next step; None where nobody waits for it."""
 
 
 class InFlight:
@@ -55,14 +57,18 @@ class InFlight:
             first_tokens=[lists["first_token"][i][0] for i in ending],
             tokens=[ids[:n] for ids, n in zip(lists.get("emitted", []), lists.get("num_emitted", []), strict=True)],
             num_drafted=lists.get("num_drafted", []),
+            has_drafts=lists.get("has_drafts"),
         )
 
 
 class Worker:
     """The device side of the engine: one row state, one graph table."""
 
-    def __init__(self, table: GraphTable, state: RowState, drafter: Drafter | None, *, seed: int) -> None:
-        self.table, self.state, self.drafter, self.seed = table, state, drafter, seed
+    def __init__(
+        self, table: GraphTable, state: RowState, drafter: Drafter | None, *, seed: int, overlaps: bool
+    ) -> None:
+        """`overlaps`: the next step is launched before this one's results are known."""
+        self.table, self.state, self.drafter, self.seed, self.overlaps = table, state, drafter, seed, overlaps
         self.device = state.num_tokens_M.device
         self.num_drafts = drafter.num_drafts if drafter else 0
         self._rows_written: list[int] = []
@@ -97,6 +103,8 @@ class Worker:
             self._run_prompts(plan.chunks, flight)
         if plan.decodes:
             self._run_decodes(plan.decodes, flight)
+        if self.num_drafts and not self.overlaps and not self._drafts_on_host:
+            flight.copy("has_drafts", self.state.drafts_MK[:, 0] != NO_DRAFT)
         flight.launched()
         return flight
 
@@ -132,8 +140,8 @@ class Worker:
     def _run_decodes(self, sequences: Many[Sequence], flight: InFlight) -> None:
         num_rows = len(sequences)
         sampled = any(not sequence.params.greedy for sequence in sequences)
-        # where no request of the batch speculates, it costs what plain decoding costs
-        num_drafts = self.num_drafts if any(sequence.speculation for sequence in sequences) else 0
+        # where nothing was drafted for the whole batch, it costs what plain decoding costs
+        num_drafts = self.num_drafts if any(s.speculation and s.has_drafts for s in sequences) else 0
         run = self.table.run
         self._write_rows([sequence.row for sequence in sequences])
         if num_drafts and self._drafts_on_host:
@@ -146,7 +154,7 @@ class Worker:
         outputs = run(accept_name("accept", num_drafts, sampled=sampled), num_rows)
         for name in ("emitted", "num_emitted", "num_drafted"):
             flight.copy(name, outputs[name])
-        if num_drafts and not self._drafts_on_host:
+        if any(s.speculation for s in sequences) and not self._drafts_on_host:
             for phase in self._rounds(sampled).next:
                 run(phase, num_rows)
 

@@ -115,6 +115,18 @@ PhaseFunction = Callable[..., Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one run of a phase must at least do; the floor of its time follows from it."""
+
+    weight_bytes: int = 0
+    """Read once, however many rows run."""
+    cache_bytes: int = 0
+    """Read per row and token of context."""
+    flops: int = 0
+    """Per token that runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Phase:
     """A step that somebody runs over and over."""
 
@@ -129,6 +141,7 @@ class Phase:
     max_rows: int | None = None
     reason: str = ""
     """Why `modes` is not everything; shown in the coverage report."""
+    cost: Cost = Cost()
 
     @property
     def ragged(self) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
+from draftloop.graphs.phase import Cost
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.models.config import ModelConfig
 from draftloop.models.layers import DecoderLayer, parameter
@@ -102,6 +103,18 @@ class DenseDecoder(torch.nn.Module):
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """[T, C] after the final norm -> [T, V], in the model's dtype."""
         return F.linear(hidden_TC, self.lm_head)
+
+    def cost(self) -> Cost:
+        """What one pass with logits must read and compute; of the embedding only a few rows are read."""
+        config, weight = self.config, self.embed_tokens
+        untied = 0 if config.tie_word_embeddings else weight.numel()
+        num_weights = sum(p.numel() for p in self.parameters()) - untied
+        cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return Cost(
+            weight_bytes=num_weights * weight.dtype.itemsize,
+            cache_bytes=cache * self.backend.shape.kv_dtype.itemsize,
+            flops=2 * num_weights,
+        )
 
     def destinations(self) -> dict[str, Tensor]:
         """Hugging Face tensor name -> the weight, or part of a fused one, that it fills."""

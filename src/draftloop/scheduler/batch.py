@@ -36,6 +36,8 @@ class Sequence:
     stage: Stage = Stage.WAITING
     row: int = -1
     pages: list[int] = field(default_factory=list)
+    has_drafts: bool = True
+    """False if it is known that nothing was drafted for the next step."""
     num_prefilled: int = 0
     """Prompt tokens handed to the device so far."""
     output_ids: list[int] = field(default_factory=list)

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, most important first: the GPU tests, then the latency rows.
+# Usage: tools/gpu.sh OUT_FOLDER [tests|bench|all]
+set -uo pipefail
+out="$1"
+what="${2:-all}"
+python="${PYTHON:-python3}"
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
+failed=0
+
+bench() { # name, then the arguments of `draftloop bench latency`
+  local name="$1"
+  shift
+  echo "== $name"
+  "$python" -m draftloop bench latency "$@" --load-format dummy --prompt-tokens 512 --out "$out/$name.json" \
+    2>"$out/$name.log" || { failed=1; tail -n 20 "$out/$name.log"; }
+}
+
+if [ "$what" != tests ]; then
+  synthetic='"rejection_sample_method":"synthetic","synthetic_acceptance_length":3.0'
+  bench none-8b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32
+  bench draft-model-8b-1b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32 \
+    -sc "{\"method\":\"draft_model\",\"model\":\"llama-3.2-1b\",\"num_speculative_tokens\":4,$synthetic}"
+fi
+if [ "$what" != bench ]; then
+  "$python" -m pytest -m gpu -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
+fi
+exit "$failed"
