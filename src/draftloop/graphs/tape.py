@@ -27,6 +27,16 @@ HOST_READS = {
     aten.masked_select.default,
     aten.equal.default,
     aten.is_nonzero.default,
+    # in inference mode these arrive whole, not as the host reads inside of them
+    aten.where.default,
+    aten.argwhere.default,
+    aten.nonzero_numpy.default,
+    aten.allclose.default,
+    aten._unique.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+    aten.bincount.default,
 }
 """Ops that make the host wait for the device: illegal in a CUDA capture, so illegal here."""
 
@@ -100,7 +110,7 @@ class Tape(TorchDispatchMode, Program):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in HOST_READS or (func is aten.index.Tensor and _has_mask(args[1])):
+        if func in HOST_READS or _indexes_by_mask(func, args):
             raise GraphError(f"{func} needs the host to read a device value; it cannot be captured")
         with torch._C.DisableTorchFunction():  # the body of an op is device code: it may read what it likes
             out = func(*args, **kwargs)
@@ -148,6 +158,7 @@ class Tape(TorchDispatchMode, Program):
         self._registers.clear()
         self._kept.clear()
 
+    @torch.inference_mode()
     def poison(self) -> None:
         self.poisoned = True
         if self.static:
@@ -191,8 +202,13 @@ class Tape(TorchDispatchMode, Program):
                 registers[index] = None
 
 
-def _has_mask(indices: Any) -> bool:
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+def _indexes_by_mask(func: Any, args: Any) -> bool:
+    """How many elements a mask selects is known on the device only, unless all get one value (a masked fill)."""
+    if func in (aten.index_put.default, aten.index_put_.default) and args[2].numel() == 1:
+        return False
+    if func not in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        return False
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
 def _storages(tree: Any) -> set[int]:

@@ -1,0 +1,297 @@
+"""Shared by tests: small graph tables, a tiny model with varied output, engines and what they must answer.
+
+The model is small enough to run thousands of steps on a CPU. Its weights are large, so that its greedy
+text is varied and the two likeliest tokens are far apart: a wrong key, value or position shows in the
+next few tokens.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftloop.engine.llm import LLM
+from draftloop.graphs.phase import ModeSetting, Phase
+from draftloop.graphs.program import Recorder
+from draftloop.graphs.table import GraphTable, Ladders
+from draftloop.graphs.tape import TapeRecorder
+from draftloop.kvcache.pages import PageAllocator
+from draftloop.request import RequestOutput, SamplingParams
+from draftloop.scheduler.batch import Sequence as Request
+from draftloop.scheduler.scheduler import Scheduler
+
+MODES = tuple(ModeSetting)
+NO_EOS = 10_000
+"""An id that no tiny model knows, so that nothing ends before its limit."""
+
+# ---- graph tables ---------------------------------------------------------------------------
+
+
+def make_recorder(device: str) -> Recorder:
+    if device == "cuda":
+        from draftloop.graphs.cuda import CudaRecorder
+
+        return CudaRecorder(torch.device("cuda"))
+    return TapeRecorder()
+
+
+def make_table(
+    phases: Iterable[Phase],
+    *,
+    rows: Sequence[int] = (1, 2, 4),
+    tokens: Sequence[int] = (8, 16),
+    prefill_rows: int = 2,
+    setting: str = "FULL",
+    largest_rows: int | None = None,
+    largest_tokens: int | None = None,
+    device: str = "cpu",
+    capture: bool = True,
+    **options: Any,
+) -> GraphTable:
+    """A table over a few phases, captured unless told otherwise; poison is off unless asked for."""
+    table = GraphTable(
+        phases,
+        Ladders(rows=tuple(rows), tokens=tuple(tokens), prefill_rows=prefill_rows),
+        ModeSetting(setting),
+        make_recorder(device),
+        torch.device(device),
+        largest_rows=largest_rows or max(rows),
+        largest_tokens=largest_tokens or max(tokens),
+        **{"poison": False, **options},
+    )
+    if capture:
+        table.capture()
+    return table
+
+
+# ---- scheduling -----------------------------------------------------------------------------
+
+
+def make_scheduler(*, num_pages: int = 65, page_size: int = 16, **settings: int) -> Scheduler:
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_prefill_rows": 4, "max_model_len": 128}
+    return Scheduler(PageAllocator(num_pages, page_size), **{**defaults, "num_drafts": 0, **settings})
+
+
+def make_request(name: str, num_prompt: int, *, max_tokens: int = 8) -> Request:
+    return Request(
+        request_id=name,
+        number=0,
+        prompt_ids=list(range(1, num_prompt + 1)),
+        params=SamplingParams(temperature=0, max_tokens=max_tokens),
+        eos_ids=frozenset(),
+    )
+
+
+# ---- a tiny model ---------------------------------------------------------------------------
+
+HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 2, 4, 2
+VOCAB = 160
+MAX_LEN = 192
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="draftloop-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def tiny_model(
+    name: str = "target", *, vocab: int = VOCAB, noise: float = 0.0, seed: int = 0, words: str = "", eos: int = NO_EOS
+) -> str:
+    """Folder of a two-layer Llama in fp32.
+
+    `noise` adds as much random weight, relative to what is there: a drafter that is right most of the
+    time. `words` writes a tokenizer.json whose tokens are that prefix and the id.
+    """
+    folder = _folder() / name
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": MAX_LEN,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 0,
+        "eos_token_id": eos,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(_weights(vocab, noise, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    if words:
+        vocabulary = {f"{words}{i}": i for i in range(vocab)}
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": f"{words}0"}
+        pre = {"type": "WhitespaceSplit"}
+        (folder / "tokenizer.json").write_text(
+            json.dumps({"version": "1.0", "model": model, "pre_tokenizer": pre, "added_tokens": []})
+        )
+    return str(folder)
+
+
+def _weights(vocab: int, noise: float, seed: int) -> dict[str, Tensor]:
+    # drawn for the largest vocabulary and cut, so that models of unlike vocabularies agree on common ids
+    width, inner = HIDDEN // HEADS * KV_HEADS, 2 * HIDDEN
+    shapes = {"model.embed_tokens.weight": (512, HIDDEN), "lm_head.weight": (512, HIDDEN)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            f"{prefix}self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+            f"{prefix}self_attn.k_proj.weight": (width, HIDDEN),
+            f"{prefix}self_attn.v_proj.weight": (width, HIDDEN),
+            f"{prefix}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+            f"{prefix}mlp.gate_proj.weight": (inner, HIDDEN),
+            f"{prefix}mlp.up_proj.weight": (inner, HIDDEN),
+            f"{prefix}mlp.down_proj.weight": (HIDDEN, inner),
+        }
+    generator, other = (torch.Generator().manual_seed(s) for s in (seed, seed + 1000))
+    weights = {}
+    for key, shape in shapes.items():
+        std = 1.0 if "embed" in key else 0.6 if "lm_head" in key else 0.2
+        weight = torch.randn(shape, generator=generator) * std
+        weight += torch.randn(shape, generator=other) * std * noise
+        weights[key] = weight[:vocab].clone() if shape[0] == 512 else weight
+    for layer in range(LAYERS):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{layer}.{norm}.weight"] = torch.ones(HIDDEN)
+    weights["model.norm.weight"] = torch.ones(HIDDEN)
+    return weights
+
+
+# ---- engines --------------------------------------------------------------------------------
+
+_ENGINES: dict[str, LLM] = {}
+
+
+def make_engine(model: str | None = None, **settings: Any) -> LLM:
+    """A new engine of the tiny model."""
+    torch.set_num_threads(1)
+    defaults = {
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_prefill_rows": 4,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 1 << 24,
+        "device": "cpu",
+    }
+    return LLM(model or tiny_model(), **{**defaults, **settings})
+
+
+def engine(model: str | None = None, *, poison: bool | None = None, **settings: Any) -> LLM:
+    """The same, made once for each set of settings. It must be left idle. `poison` None: as the environment says."""
+    key = repr((model, sorted(settings.items(), key=lambda item: item[0])))
+    if key not in _ENGINES:
+        if len(_ENGINES) >= 24:
+            _ENGINES.pop(next(iter(_ENGINES))).close()
+        _ENGINES[key] = make_engine(model, **settings)
+    llm = _ENGINES[key]
+    core = llm.engine.core
+    assert core.idle, "an earlier test left this engine busy"
+    if poison is not None:
+        llm.engine.table.poison = poison
+    llm.engine.table.reset_counts()
+    core.stats = type(core.stats)(num_drafts=core.stats.num_drafts)
+    return llm
+
+
+def greedy(max_tokens: int = 24, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **options)
+
+
+def prompts(count: int, *, longest: int = 20, vocab: int = VOCAB, seed: int = 1) -> list[list[int]]:
+    """Prompts of unlike lengths, each with a stretch that comes twice (so that lookup finds something)."""
+    rng = random.Random(seed)
+    made = []
+    for index in range(count):
+        length = 1 + (index * 7 + 4) % longest
+        half = [rng.randrange(vocab) for _ in range((length + 1) // 2)]
+        made.append((half + half)[:length])
+    return made
+
+
+_ANSWERS: dict[tuple, list[int]] = {}
+
+
+def oracle(prompt: Sequence[int], max_tokens: int, *, model: str | None = None, max_model_len: int = 128) -> list[int]:
+    """Greedy tokens of the plain engine: no graphs, no speculation, one request at a time."""
+    key = (model, tuple(prompt))
+    known = _ANSWERS.get(key, [])
+    want = min(max_tokens, max_model_len - len(prompt))
+    if len(known) < want:
+        plain = engine(model, cudagraph_mode="NONE", max_num_seqs=1, max_prefill_rows=1)
+        known = plain.generate(list(prompt), greedy(max(want, 64)))[0].outputs[0].token_ids
+        _ANSWERS[key] = known
+    return known[:want]
+
+
+def answers(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def run_through(llm: LLM, after_step: Callable[[], None] | None = None) -> dict[str, list[int]]:
+    """Step until idle; tokens of every request that ended, by id."""
+    ended: dict[str, list[int]] = {}
+    core = llm.engine.core
+    for _ in range(10_000):
+        if core.idle:
+            return ended
+        for sequence, _text in core.step():
+            if sequence.finish_reason is not None:
+                ended[sequence.request_id] = list(sequence.output_ids)
+        if after_step:
+            after_step()
+    raise AssertionError("the engine never became idle")
+
+
+def assert_all_free(llm: LLM) -> None:
+    """At idle nothing is held: all rows and pages are free."""
+    scheduler = llm.engine.core.scheduler
+    assert llm.engine.core.idle
+    assert scheduler.running == []
+    assert sorted(scheduler._free_rows) == list(range(llm.engine.resolved.max_num_seqs))
+    assert sorted(scheduler.pages.free_pages) == list(range(1, scheduler.pages.num_pages))
+
+
+# ---- drafters -------------------------------------------------------------------------------
+
+
+def near_draft() -> str:
+    """Folder of a drafter that is right about half of the time."""
+    return tiny_model("near", noise=0.06)
+
+
+def repeat_suffix(request_id: str, token_ids: list[int], k: int) -> list[int]:
+    """A script that is sometimes right, often wrong, and sometimes has nothing to say."""
+    return [] if len(token_ids) % 5 == 0 else [token_ids[-2] if len(token_ids) > 1 else 0] * (1 + len(token_ids) % k)
+
+
+def example_configs() -> Mapping[str, list[dict[str, Any]]]:
+    """For every drafter, the configurations that its tests run. A new drafter adds a line here."""
+    return {
+        "ngram": [{"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3}],
+        "draft_model": [
+            {"method": "draft_model", "model": near_draft(), "num_speculative_tokens": 3},
+            {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 2},
+        ],
+        "scripted": [{"method": "scripted", "script": repeat_suffix, "num_speculative_tokens": 3}],
+        "synthetic": [{"method": "synthetic", "synthetic_acceptance_length": 2.5, "num_speculative_tokens": 3}],
+    }
