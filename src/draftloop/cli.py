@@ -27,7 +27,8 @@ from draftloop.request import SamplingParams
 if TYPE_CHECKING:
     from draftloop.engine.llm import LLM
 
-DEMO_PROMPT = "Write the numbers from one to thirty as words, in order, separated by commas."
+# Code repeats itself, so that drafting from the text so far pays.
+DEMO_PROMPT = "Write a Python class Point with x and y, and methods add, subtract, scale and distance."
 # Needs no second model, and gains wherever the answer repeats the prompt or itself.
 DEFAULT_SPECULATION = {"method": "ngram", "num_speculative_tokens": 4}
 
