@@ -15,6 +15,7 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from draftloop.attention.registry import attention_backend
 from draftloop.errors import ConfigError
+from draftloop.graphs.tape import TapeRecorder
 from draftloop.kernels import paged_attention
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
@@ -308,6 +309,29 @@ def test_triton_refuses_what_it_has_no_kernel_for(change: dict, message: str) ->
     triton.check(good, "cuda")
     with pytest.raises(ConfigError, match=message):
         triton.check(replace(good, **change), "cuda")
+
+
+def test_triton_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftloop.attention import triton
+
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        backend("triton", Case(lens=((1, 1),)), torch.device("cpu"), torch.float32)
+
+
+def test_a_tape_of_sdpa_follows_lengths() -> None:
+    """Recorded as one op, sdpa reads the lengths and pages of each replay, not those of the recording."""
+    device = torch.device("cpu")
+    q, kv, batch, expected = make(Case(lens=((2, 35), (2, 20)), uniform=True), device, torch.float32)
+    out = torch.empty_like(q)
+    sdpa = backend("sdpa", Case(lens=((1, 1),)), device, torch.float32)
+    lens = batch.kv_lens_R.clone()
+    batch.kv_lens_R.copy_(torch.tensor([3, 0]))
+    tape = TapeRecorder().record(lambda _: sdpa.attend(q, kv, batch, out, sliding_window=None), piecewise=False)
+    assert (out[2:] == 0).all()
+    batch.kv_lens_R.copy_(lens)
+    tape.replay()
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_sdpa_refuses_another_cache_dtype() -> None:

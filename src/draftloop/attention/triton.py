@@ -11,6 +11,7 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport
 from draftloop.errors import ConfigError
 from draftloop.kernels.paged_attention import paged_attention_triton
+from draftloop.kernels.triton_import import INTERPRETED, triton
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
@@ -37,7 +38,12 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def check(cls, shape: AttentionShape, device_type: str) -> None:
-        """Raises ConfigError for a head size, page size or dtype without a kernel."""
+        """Raises ConfigError for a device, head size, page size or dtype without a kernel."""
+        if triton is None or not (device_type == "cuda" or INTERPRETED):
+            raise ConfigError(
+                f"attention backend triton needs a CUDA device and the triton package, not device {device_type}; "
+                "use attention backend sdpa"
+            )
         if shape.head_dim not in HEAD_DIMS:
             raise _unsupported("head size", shape.head_dim, HEAD_DIMS)
         if shape.page_size not in PAGE_SIZES:
@@ -71,4 +77,6 @@ class TritonBackend(AttentionBackend):
 
 def _unsupported(what: str, value: object, known: tuple) -> ConfigError:
     supported = ", ".join(str(k) for k in known)
-    return ConfigError(f"attention backend triton does not support {what} {value}; supported: {supported}. Use sdpa")
+    return ConfigError(
+        f"attention backend triton does not support {what} {value}; supported: {supported}; use attention backend sdpa"
+    )

@@ -1,0 +1,208 @@
+"""Times of single kernels at the Llama-3.1-8B shapes, inside CUDA graphs, against bytes and operations needed.
+
+Shape suffixes: B batch rows, Q tokens per row, S keys per row (here not the page size), T tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from draftloop.attention.base import AttentionBatch, AttentionShape
+from draftloop.attention.registry import attention_backend
+from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
+from draftloop.kernels.rope_write import rope_write
+from draftloop.kernels.silu_mul import silu_mul
+
+BYTES_PER_SECOND = 4.3e12
+"""Measured memory bandwidth of an H200; floors are bytes over this."""
+OPERATIONS_PER_SECOND = 790e12
+"""Measured bf16 matmul rate of an H200; the floor of long prefill."""
+COLD_BYTES = 256 << 20
+"""Cache data is rotated over at least this much, so that L2 does not serve it (in a model, weights evict it)."""
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 4096, 14336, 32, 8, 128
+DTYPE = torch.bfloat16
+
+ATTENTION_CASES = [
+    # rows, tokens per row, keys per row, page size
+    (1, 6, 1024, 16),
+    (1, 6, 1024, 32),
+    (1, 6, 1024, 64),
+    (1, 1, 1024, 16),
+    (1, 6, 8192, 16),
+    (8, 6, 1024, 16),
+    (16, 6, 1024, 16),
+    (32, 1, 1024, 16),
+    (32, 6, 1024, 16),
+    (128, 6, 1024, 16),
+]
+PREFILL_CASES = [
+    # tokens of one prompt, keys before it
+    (512, 0),
+    (2048, 0),
+    (2048, 6144),
+]
+
+
+def time_us(
+    calls: Sequence[Callable[[], Any]], *, min_calls: int = 64, repeats: int = 30
+) -> tuple[float, float, float]:
+    """(median, min, max) microseconds per call. The calls run one after another in one captured graph."""
+    rounds = -(-min_calls // len(calls))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()  # compile outside of the capture
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (rounds * len(calls)))
+    return statistics.median(times), min(times), max(times)
+
+
+def make_row(
+    kernel: str, shape: str, num_bytes: int, calls: Sequence[Callable[[], Any]], *, num_operations: int = 0
+) -> dict[str, Any]:
+    value, low, high = time_us(calls)
+    return {
+        "metric": "kernel_us",
+        "kernel": kernel,
+        "shape": shape,
+        "dtype": "bf16",
+        "value": value,
+        "min": low,
+        "max": high,
+        "floor": max(num_bytes / BYTES_PER_SECOND, num_operations / OPERATIONS_PER_SECOND) * 1e6,
+    }
+
+
+def attention_row(
+    name: str, rows: int, query_len: int, kv_len: int, page_size: int, *, uniform: bool, device: torch.device
+) -> dict[str, Any]:
+    """Rows of equal length through one backend, every call over pages that no recent call has read."""
+    shape = AttentionShape(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        scale=HEAD_DIM**-0.5,
+        page_size=page_size,
+        dtype=DTYPE,
+        kv_dtype=DTYPE,
+    )
+    cls = attention_backend(name, device.type)
+    cls.check(shape, device.type)
+    backend = cls(shape, device)
+    num_tokens = rows * query_len
+    pages_per_row = -(-kv_len // page_size)
+    kv_bytes = 2 * rows * kv_len * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+    sets = max(1, -(-COLD_BYTES // kv_bytes))
+    num_pages = sets * rows * pages_per_row
+    kv = torch.randn(2, num_pages + 1, page_size, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=device)
+    tables = (torch.randperm(num_pages, device=device) + 1).int().view(sets, rows, pages_per_row)
+    # as wide as serving's tables: the width bounds how often a row may be split
+    width = max(pages_per_row, 8192 // page_size)
+    q = torch.randn(num_tokens, HEADS, HEAD_DIM, dtype=DTYPE, device=device)
+    out = torch.empty_like(q)
+
+    def make_call(table: torch.Tensor) -> Callable[[], None]:
+        wide = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        wide[:, :pages_per_row] = table
+        batch = AttentionBatch(
+            rows_R=torch.arange(rows, dtype=torch.int32, device=device),
+            query_starts_R1=torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32, device=device),
+            kv_lens_R=torch.full((rows,), kv_len, dtype=torch.int32, device=device),
+            positions_T=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            slots_T=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            page_table_MN=wide,
+            max_query_len=query_len,
+            uniform=uniform,
+        )
+        return lambda: backend.attend(q, kv, batch, out, sliding_window=None)
+
+    kind = "uniform" if uniform else "ragged"
+    return make_row(
+        f"attention.{name}",
+        f"B={rows} q={query_len} S={kv_len} page={page_size} {kind}",
+        kv_bytes + 2 * q.numel() * DTYPE.itemsize,
+        [make_call(table) for table in tables],
+        num_operations=4 * HEADS * HEAD_DIM * rows * sum(range(kv_len - query_len + 1, kv_len + 1)),
+    )
+
+
+def small_rows(num_tokens: int, device: torch.device) -> list[dict[str, Any]]:
+    """The kernels between the linears. Their inputs are warm in L2, as they are in a model."""
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, dtype=DTYPE, device=device)
+
+    x, residual, weight = randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN), randn(HIDDEN)
+    gate_up = randn(num_tokens, 2 * INTERMEDIATE)
+    qkv = randn(num_tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    kv = randn(2, 1 + num_tokens, 16, KV_HEADS, HEAD_DIM)
+    positions = torch.arange(num_tokens, device=device) + 1000
+    slots = torch.arange(num_tokens, device=device) + 16
+    angles = torch.rand(2048, HEAD_DIM // 2, device=device)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    norms = randn(HEAD_DIM), randn(HEAD_DIM)
+
+    def rope(norm: bool) -> Callable[[], torch.Tensor]:
+        return lambda: rope_write(
+            qkv,
+            positions,
+            slots,
+            cos_sin,
+            kv,
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            q_norm_D=norms[0] if norm else None,
+            k_norm_D=norms[1] if norm else None,
+        )
+
+    shape, size = f"T={num_tokens}", DTYPE.itemsize
+    return [
+        make_row("rms_norm", shape, 2 * x.numel() * size, [lambda: rms_norm(x, weight, 1e-5)]),
+        make_row("add_rms_norm", shape, 4 * x.numel() * size, [lambda: add_rms_norm(x, residual, weight, 1e-5)]),
+        make_row("silu_mul", shape, gate_up.numel() * size * 3 // 2, [lambda: silu_mul(gate_up)]),
+        make_row("rope_write", shape, 2 * qkv.numel() * size, [rope(False)]),
+        make_row("rope_write.qk_norm", shape, 2 * qkv.numel() * size, [rope(True)]),
+    ]
+
+
+@torch.inference_mode()
+def kernel_rows(device: torch.device, backends: Sequence[str] = ("triton",)) -> list[dict[str, Any]]:
+    """One row per kernel and shape; times and floors in microseconds. Needs a CUDA device."""
+    rows = []
+    for num_tokens in (1, 6, 192, 768):
+        rows += small_rows(num_tokens, device)
+    for name in backends:
+        for batch, query_len, kv_len, page_size in ATTENTION_CASES:
+            rows.append(attention_row(name, batch, query_len, kv_len, page_size, uniform=True, device=device))
+        rows.append(attention_row(name, 8, 6, 1024, 16, uniform=False, device=device))
+        for num_tokens, before in PREFILL_CASES:
+            rows.append(attention_row(name, 1, num_tokens, before + num_tokens, 16, uniform=False, device=device))
+    return rows
+
+
+if __name__ == "__main__":
+    for row in kernel_rows(torch.device("cuda")):
+        print(
+            f"{row['kernel']:20} {row['shape']:36} {row['value']:8.2f} us "
+            f"({row['min']:.2f}-{row['max']:.2f})  floor {row['floor']:7.2f}"
+        )
