@@ -19,6 +19,7 @@ from draftloop.errors import ConfigError
 
 MAX_CACHED_QUERY_LEN = 64
 """Masks of longer (prefill) blocks are built when needed; shorter ones repeat in every layer and step."""
+MAX_KEPT_MASK = 16 << 20
 
 
 def build_mask(query_len: int, kv_len: int, window: int, causal: bool, like: Tensor) -> Tensor:
@@ -38,17 +39,26 @@ class MaskCache:
 
     def __init__(self) -> None:
         self._masks: dict[tuple, Tensor] = {}
+        self._last: tuple[tuple, Tensor | None] = ((), None)
 
     def get(self, query_len: int, kv_len: int, window: int, causal: bool, like: Tensor) -> Tensor:
         """As `build_mask`."""
-        if query_len > MAX_CACHED_QUERY_LEN:
-            return build_mask(query_len, kv_len, window, causal, like)
         key = (query_len, window, causal, like.dtype, like.device)
+        if query_len > MAX_CACHED_QUERY_LEN:
+            return self._get_long(key, query_len, kv_len, window, causal, like)
         mask = self._masks.get(key)
         if mask is None or mask.shape[1] < kv_len:
             width = max(256, 1 << (kv_len - 1).bit_length())
             mask = self._masks[key] = build_mask(query_len, width, window, causal, like)
         return mask[:, mask.shape[1] - kv_len :]
+
+    def _get_long(self, key: tuple, query_len: int, kv_len: int, window: int, causal: bool, like: Tensor) -> Tensor:
+        """A prompt chunk's mask is kept for the next layer, if it is not huge."""
+        last_key, mask = self._last
+        if mask is None or last_key != (*key, kv_len):
+            mask = build_mask(query_len, kv_len, window, causal, like)
+            self._last = ((*key, kv_len), mask if mask.numel() <= MAX_KEPT_MASK else None)
+        return mask
 
 
 MASKS = MaskCache()
