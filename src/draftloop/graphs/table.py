@@ -109,7 +109,7 @@ class GraphTable:
             if bucket is None or rows > padded_rows:
                 return None
             return Key(phase=name, mode=state.mode, rows=padded_rows, tokens=bucket)
-        bucket = _at_least([r for r in self.ladders.rows if phase.max_rows is None or r <= phase.max_rows], rows)
+        bucket = _at_least(self._row_sizes(phase), rows)
         if bucket is None:
             return None
         return Key(phase=name, mode=state.mode, rows=bucket, tokens=bucket * phase.tokens_per_row)
@@ -122,6 +122,9 @@ class GraphTable:
             for size in (self.ladders.tokens if state.phase.ragged else self.ladders.rows)
         }
         return sorted((key for key in found if key), key=lambda k: (k.tokens, k.rows, k.phase), reverse=True)
+
+    def _row_sizes(self, phase: Phase) -> list[int]:
+        return [rows for rows in self.ladders.rows if phase.max_rows is None or rows <= phase.max_rows]
 
     def _prefill_rows(self, phase: Phase) -> int:
         return min(self.ladders.prefill_rows, phase.max_rows or self.ladders.prefill_rows)
@@ -178,8 +181,8 @@ class GraphTable:
             return state.reason
         if tokens is not None and tokens > max(self.ladders.tokens, default=0):
             return f"{tokens} tokens exceed the largest captured size {max(self.ladders.tokens, default=0)}"
-        limit = self._prefill_rows(state.phase) if state.phase.ragged else max(self.ladders.rows, default=0)
-        return f"{rows} rows exceed the largest captured size {min(limit, state.phase.max_rows or limit)}"
+        sizes = [self._prefill_rows(state.phase)] if state.phase.ragged else self._row_sizes(state.phase)
+        return f"{rows} rows exceed the largest captured size {max(sizes, default=0)}"
 
     # ---- run --------------------------------------------------------------------------------
 
