@@ -19,7 +19,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
             pytest.skip("the interpreter and the compiler exclude each other in one process; -m gpu runs these")
         from draftloop.kernels import triton_import
 
-        assert triton_import.INTERPRETED, "a kernel was imported before TRITON_INTERPRET was set"
+        assert triton_import.INTERPRETED, (
+            "TRITON_INTERPRET must be set (in tests/conftest.py) before anything imports a kernel"
+        )
     elif not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return torch.device(request.param)
