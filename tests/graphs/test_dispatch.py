@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from helpers import MODES, make_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_phases import block_phase, modes, ragged_phase, simple_phase
+from sample_phases import block_phase, ragged_phase, simple_phase
 
 from draftloop.graphs.phase import GraphMode, Key
 from draftloop.graphs.table import GraphTable
+from helpers import MODES, make_table
 
 LADDERS = st.lists(st.integers(1, 24), min_size=1, max_size=6, unique=True).map(sorted)
 

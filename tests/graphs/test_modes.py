@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from helpers import make_table
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_phases import block_phase, modes, ragged_phase
 
 from draftloop.graphs.phase import ALL_MODES, GraphMode, ModeSetting, settle_mode
+from helpers import make_table
 
 TABLE = {
     # setting: (uniform, ragged, uniform but FULL or nothing, ragged without FULL, nothing at all)
