@@ -16,7 +16,7 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch, Attention
 from draftloop.attention.registry import attention_backend
 from draftloop.errors import ConfigError
 from draftloop.graphs.tape import TapeRecorder
-from draftloop.kernels import paged_attention
+from draftloop.kernels.paged_attention import choose_tiles, paged_attention_triton
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
@@ -117,7 +117,19 @@ def check(
     if num_splits is None:
         backend(name, case, device, dtype).attend(q, kv, batch, out, sliding_window=case.window)
     else:
-        paged_attention.paged_attention_triton(
+        query_len = batch.max_query_len if batch.uniform else 0
+        tiles = choose_tiles(
+            num_tokens=q.shape[0],
+            num_rows=len(case.lens),
+            query_len=query_len,
+            group=case.heads // case.kv_heads,
+            num_kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            itemsize=q.element_size(),
+            max_keys=batch.page_table_MN.shape[1] * case.page_size,
+            num_sms=1,
+        )
+        paged_attention_triton(
             q,
             kv,
             batch.rows_R,
@@ -125,12 +137,12 @@ def check(
             batch.kv_lens_R,
             batch.page_table_MN,
             out,
-            query_len=batch.max_query_len if batch.uniform else 0,
+            query_len=query_len,
             causal=batch.causal,
             window=case.window or 0,
             scale=case.head_dim**-0.5,
             num_sms=1,
-            num_splits=num_splits,
+            tiles=replace(tiles, num_splits=num_splits),
         )
     torch.testing.assert_close(out.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 

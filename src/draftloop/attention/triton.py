@@ -25,10 +25,10 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         super().__init__(shape, device)
-        self._num_sms, self._pdl = 8, False  # interpreter
+        self.num_sms, self.pdl = 8, False  # in the interpreter
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
-            self._num_sms, self._pdl = properties.multi_processor_count, properties.major >= 9
+            self.num_sms, self.pdl = properties.multi_processor_count, properties.major >= 9
 
     @classmethod
     def graph_support(cls, device_type: str) -> GraphSupport:
@@ -70,8 +70,8 @@ class TritonBackend(AttentionBackend):
             causal=batch.causal,
             window=sliding_window or 0,
             scale=self.shape.scale,
-            num_sms=self._num_sms,
-            pdl=self._pdl,
+            num_sms=self.num_sms,
+            pdl=self.pdl,
         )
 
 

@@ -5,14 +5,19 @@ Shape suffixes: B batch rows, Q tokens per row, S keys per row (here not the pag
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from draftloop.attention.base import AttentionBatch, AttentionShape
+from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from draftloop.attention.registry import attention_backend
+from draftloop.attention.triton import TritonBackend
+from draftloop.kernels import paged_attention
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.kernels.silu_mul import silu_mul
@@ -92,26 +97,14 @@ def make_row(
     }
 
 
-def attention_row(
-    name: str, rows: int, query_len: int, kv_len: int, page_size: int, *, uniform: bool, device: torch.device
-) -> dict[str, Any]:
-    """Rows of equal length through one backend, every call over pages that no recent call has read."""
-    shape = AttentionShape(
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        scale=HEAD_DIM**-0.5,
-        page_size=page_size,
-        dtype=DTYPE,
-        kv_dtype=DTYPE,
-    )
-    cls = attention_backend(name, device.type)
-    cls.check(shape, device.type)
-    backend = cls(shape, device)
+def attention_calls(
+    backend: AttentionBackend, rows: int, query_len: int, kv_len: int, *, uniform: bool
+) -> list[Callable[[], None]]:
+    """Rows of equal length, every call over pages that no recent call has read."""
+    page_size, device = backend.shape.page_size, backend.device
     num_tokens = rows * query_len
     pages_per_row = -(-kv_len // page_size)
-    kv_bytes = 2 * rows * kv_len * KV_HEADS * HEAD_DIM * DTYPE.itemsize
-    sets = max(1, -(-COLD_BYTES // kv_bytes))
+    sets = max(1, -(-COLD_BYTES // kv_bytes(rows, kv_len)))
     num_pages = sets * rows * pages_per_row
     kv = torch.randn(2, num_pages + 1, page_size, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=device)
     tables = (torch.randperm(num_pages, device=device) + 1).int().view(sets, rows, pages_per_row)
@@ -135,14 +128,59 @@ def attention_row(
         )
         return lambda: backend.attend(q, kv, batch, out, sliding_window=None)
 
+    return [make_call(table) for table in tables]
+
+
+def kv_bytes(rows: int, kv_len: int) -> int:
+    return 2 * rows * kv_len * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+
+
+def make_backend(name: str, page_size: int, device: torch.device) -> AttentionBackend:
+    shape = AttentionShape(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        scale=HEAD_DIM**-0.5,
+        page_size=page_size,
+        dtype=DTYPE,
+        kv_dtype=DTYPE,
+    )
+    cls = attention_backend(name, device.type)
+    cls.check(shape, device.type)
+    return cls(shape, device)
+
+
+def attention_row(
+    name: str, rows: int, query_len: int, kv_len: int, page_size: int, *, uniform: bool, device: torch.device
+) -> dict[str, Any]:
     kind = "uniform" if uniform else "ragged"
     return make_row(
         f"attention.{name}",
         f"B={rows} q={query_len} S={kv_len} page={page_size} {kind}",
-        kv_bytes + 2 * q.numel() * DTYPE.itemsize,
-        [make_call(table) for table in tables],
+        kv_bytes(rows, kv_len) + 2 * rows * query_len * HEADS * HEAD_DIM * DTYPE.itemsize,
+        attention_calls(make_backend(name, page_size, device), rows, query_len, kv_len, uniform=uniform),
         num_operations=4 * HEADS * HEAD_DIM * rows * sum(range(kv_len - query_len + 1, kv_len + 1)),
     )
+
+
+def sweep_tiles(device: torch.device, rows: int, query_len: int, kv_len: int, page_size: int = 16) -> list[tuple]:
+    """(us, block_n, num_warps, num_stages, num_splits, pdl), fastest first: what `choose_tiles` is set by."""
+    backend = make_backend("triton", page_size, device)
+    assert isinstance(backend, TritonBackend)
+    calls = attention_calls(backend, rows, query_len, kv_len, uniform=True)
+    choose, results = paged_attention.choose_tiles, []
+    grid = itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4), (1, 2, 4, 8, 16, 32), (False, True))
+    try:
+        for block_n, num_warps, num_stages, num_splits, pdl in grid:
+            options = {"block_n": block_n, "num_warps": num_warps, "num_stages": num_stages, "num_splits": num_splits}
+            paged_attention.choose_tiles = lambda options=options, **shape: replace(choose(**shape), **options)
+            backend.pdl = pdl
+            # shared memory may not suffice, the grid may be too large: such tiles are no candidates
+            with contextlib.suppress(Exception):
+                results.append((time_us(calls, repeats=5)[0], *options.values(), pdl))
+    finally:
+        paged_attention.choose_tiles = choose
+    return sorted(results)
 
 
 def small_rows(num_tokens: int, device: torch.device) -> list[dict[str, Any]]:

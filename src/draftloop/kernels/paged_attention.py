@@ -270,10 +270,12 @@ def paged_attention_triton(
     window: int,
     scale: float,
     num_sms: int,
-    num_splits: int | None = None,
     pdl: bool = False,
+    tiles: Tiles | None = None,
 ) -> None:
     """Write `out_THD`. `query_len` > 0: every row has that many tokens; 0: ragged. `window` 0: none.
+
+    `tiles` None: as `choose_tiles` says; given by tests and by the sweep that the choice comes from.
 
     `pdl` launches the combining kernel before the first one has drained (compute capability 9.0 on).
     """
@@ -285,7 +287,7 @@ def paged_attention_triton(
     keys, values = kv_2PSGD.unbind(0)
     assert q_THD.stride(2) == out_THD.stride(2) == keys.stride(3) == page_table_MN.stride(1) == 1
     group = num_heads // num_kv_heads
-    tiles = choose_tiles(
+    tiles = tiles or choose_tiles(
         num_tokens=num_tokens,
         num_rows=num_rows,
         query_len=query_len,
@@ -296,7 +298,7 @@ def paged_attention_triton(
         max_keys=page_table_MN.shape[1] * page_size,
         num_sms=num_sms,
     )
-    splits = num_splits or tiles.num_splits
+    splits = tiles.num_splits
     partial = lse = out_THD
     if splits > 1:
         partial = torch.empty(num_tokens, num_heads, splits, head_dim, dtype=torch.float32, device=q_THD.device)
