@@ -209,13 +209,13 @@ def run_picking(pad: Pad, *, poison: bool, before: int | None) -> list[float]:
 def test_indices_that_a_larger_batch_left_behind_are_never_read():
     """Padding rows read with the stale index of a batch of 4, which lies outside of a batch of 2."""
     assert run_picking(Pad.ZERO, poison=True, before=4) == [1.0]
-    with pytest.raises(IndexError, match="out of (range|bounds)"):
+    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
         run_picking(Pad.KEEP, poison=False, before=4)  # the fault, where padding is not declared
 
 
 def test_poison_finds_undeclared_padding_before_a_larger_batch_came():
     assert run_picking(Pad.KEEP, poison=False, before=None) == [1.0]  # without poison it goes unseen
-    with pytest.raises(IndexError, match="out of (range|bounds)"):
+    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
         run_picking(Pad.KEEP, poison=True, before=None)
 
 
@@ -407,7 +407,7 @@ def test_required_graphs_refuse_an_eager_run():
 def test_a_phase_that_forbids_eager_never_runs_so(setting):
     table = make_table([simple_phase(modes=modes("FULL"))], setting=setting, rows=[2], largest_rows=3)
     rows = 3 if setting == "FULL" else 1
-    with pytest.raises(GraphError, match="double: .*, and the phase does not allow eager"):
+    with pytest.raises(GraphError, match=r"double: .*, and the phase does not allow eager"):
         table.run("double", rows, {"x": torch.ones(rows)})
 
 

@@ -1,0 +1,87 @@
+"""Text as it grows: whole characters, cut exactly at a stop text."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from draftloop.engine.detokenizer import Detokenizer
+from draftloop.request import SamplingParams
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPECIAL = "<|end|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> SimpleNamespace:
+    """One token per byte, and a special one: every character beyond ASCII is several tokens."""
+    backend = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(ALPHABET)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([SPECIAL])
+    return SimpleNamespace(backend_tokenizer=backend)
+
+
+def feed(tokenizer: SimpleNamespace, text: str, **params) -> tuple[Detokenizer, list[str], str | None]:
+    detokenizer, seen = Detokenizer(tokenizer, SamplingParams(**params)), []
+    for token in tokenizer.backend_tokenizer.encode(text).ids:
+        stop = detokenizer.add(token)
+        seen.append(detokenizer.text)
+        if stop is not None:
+            return detokenizer, seen, stop
+    return detokenizer, seen, None
+
+
+@pytest.mark.parametrize("text", ["plain", "Grüße, π", "日本語", "👩‍👩‍👧 family", "a\n\tb  c"])
+def test_text_grows_by_whole_characters(tokenizer, text):
+    detokenizer, seen, _ = feed(tokenizer, text)
+    assert detokenizer.text == text
+    for part in seen:
+        assert text.startswith(part)
+        assert "\ufffd" not in part
+
+
+def test_what_is_left_of_an_unfinished_character_shows_at_the_end_only(tokenizer):
+    detokenizer = Detokenizer(tokenizer, SamplingParams())
+    for token in tokenizer.backend_tokenizer.encode("a😀").ids[:-1]:
+        detokenizer.add(token)
+    assert detokenizer.text == "a"
+    detokenizer.flush()
+    assert detokenizer.text == "a\ufffd"
+    detokenizer.flush()
+    assert detokenizer.text == "a\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "left"),
+    [
+        (("!",), "hey! you", "hey"),
+        (("END",), "the END of it", "the "),
+        (("ENDS",), "the END of it", None),
+        (("b", "abc"), "xabc", "xa"),  # "b" is complete before "abc" is
+        (("bc", "abc"), "xabc", "x"),  # both are complete at once: the one that begins first
+        (("é",), "café au lait", "caf"),
+        (("a",), "a", ""),
+    ],
+)
+def test_a_stop_text_ends_the_text_before_itself(tokenizer, stop, text, left):
+    detokenizer, _, found = feed(tokenizer, text, stop=stop)
+    assert (found is not None) == (left is not None)
+    assert detokenizer.text == (text if left is None else left)
+    assert found is None or found in stop
+
+
+@pytest.mark.parametrize(("skip", "expected"), [(True, "ab"), (False, f"a{SPECIAL}b")])
+def test_special_tokens_are_left_out_unless_asked_for(tokenizer, skip, expected):
+    detokenizer, _, _ = feed(tokenizer, f"a{SPECIAL}b", skip_special_tokens=skip)
+    detokenizer.flush()
+    assert detokenizer.text == expected
+
+
+def test_without_a_tokenizer_the_text_stays_empty():
+    detokenizer = Detokenizer(None, SamplingParams())
+    assert detokenizer.add(3) is None
+    detokenizer.flush()
+    assert detokenizer.text == ""

@@ -1,0 +1,81 @@
+"""The page allocator and the memory behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftloop.errors import CapacityError
+from draftloop.kvcache.pages import PageAllocator
+from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
+
+SPEC = CacheSpec(num_layers=2, num_kv_heads=3, head_dim=4, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(-3, 5)))
+def test_pages_are_held_by_one_owner_and_none_is_lost(steps):
+    """Positive: allocate that many; negative: free the oldest allocation."""
+    pages, held = PageAllocator(12, 16), []
+    for step in steps:
+        if step < 0:
+            if held:
+                pages.free(held.pop(0))
+        elif step <= pages.num_free:
+            held.append(pages.allocate(step))
+        owned = [page for group in held for page in group]
+        assert sorted([*owned, *pages.free_pages]) == list(range(1, 12)), "page 0 is nobody's"
+
+
+def test_a_request_for_more_than_is_free_takes_nothing():
+    pages = PageAllocator(5, 16)
+    pages.allocate(2)
+    with pytest.raises(CapacityError, match="3 pages needed, 2 of 4 free"):
+        pages.allocate(3)
+    assert pages.num_free == 2
+
+
+def test_freed_pages_wait_at_the_back_of_the_queue():
+    pages = PageAllocator(5, 16)
+    first = pages.allocate(2)
+    pages.free(first)
+    assert pages.allocate(2) == [3, 4]
+
+
+def test_freeing_twice_is_our_mistake():
+    pages = PageAllocator(5, 16)
+    taken = pages.allocate(1)
+    pages.free(taken)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pages.free(taken)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
+def test_pages_for_tokens(tokens, expected):
+    assert PageAllocator(8, 16).pages_for(tokens) == expected
+
+
+def test_a_page_of_a_cache_has_the_bytes_that_are_counted():
+    assert SPEC.allocate(5, 16, CPU).nbytes == 5 * SPEC.bytes_per_page(16)
+
+
+def test_poison_reaches_free_pages_and_the_null_page_only():
+    pool = CachePool([SPEC, SPEC], 6, 16, CPU)
+    pool.poison([2, 5])
+    for cache in pool.caches:
+        assert cache[:, :, [0, 2, 5]].isnan().all()
+        assert cache[:, :, [1, 3, 4]].eq(0).all()
+
+
+def test_no_more_pages_than_can_be_used():
+    size = 2 * SPEC.bytes_per_page(16)
+    assert count_pages([SPEC, SPEC], 16, budget_bytes=10 * size, useful_pages=7, least_pages=3) == 7
+    assert count_pages([SPEC, SPEC], 16, budget_bytes=5 * size + 1, useful_pages=7, least_pages=3) == 5
+
+
+@pytest.mark.parametrize("budget", [0, -1, 2 * SPEC.bytes_per_page(16) * 3 - 1])
+def test_too_little_memory_for_one_request_says_how_much_is_needed(budget):
+    with pytest.raises(CapacityError, match=r"needs \d+ MiB for a single request.*--kv-cache-memory-bytes"):
+        count_pages([SPEC, SPEC], 16, budget_bytes=budget, useful_pages=7, least_pages=3)
