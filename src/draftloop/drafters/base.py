@@ -129,7 +129,7 @@ class Drafter(ABC):
         """One line for the start-up log."""
         return f"{self.name}, K={self.num_drafts}, " + ("sampled drafts" if self.sampled else "greedy drafts")
 
-    def load(self, *, progress: bool) -> None:  # noqa: B027  most have none
+    def load(self, *, progress: bool) -> None:
         """Load weights, if there are any."""
 
     def cache_specs(self) -> list[CacheSpec]:

@@ -29,7 +29,8 @@ def write_next(state: RowState, rows_R: Tensor, logits_RW: Tensor, *, vocab_size
     if sampled:
         assert state.draft_probs_MKV is not None
         sampling = SamplingRows.gather(state, rows_R)
-        probs_RW = probabilities(logits_RW, sampling)
+        # any distribution drafts without loss; leaving top_k and top_p to the target saves a sort
+        probs_RW = probabilities(logits_RW, sampling, truncate=False)
         positions_R = state.num_tokens_M[rows_R] + index_R
         token_R = gumbel_argmax(probs_RW.log(), sampling.seed_N, positions_R.long(), Stream.DRAFT)
         state.draft_probs_MKV.index_put_((rows_R, index_R), probs_RW)

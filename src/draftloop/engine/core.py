@@ -105,31 +105,33 @@ class EngineCore:
 
     def _commit(self, plan: StepPlan, emitted: Emitted) -> list[tuple[Sequence, str]]:
         """Apply what a step emitted. Rows that ended while it was in flight are passed over."""
-        for sequence in self.scheduler.running if emitted.has_drafts else ():
-            sequence.has_drafts = emitted.has_drafts[sequence.row]
+        if emitted.has_drafts is not None:
+            for sequence in self.scheduler.running:
+                sequence.has_drafts = emitted.has_drafts[sequence.row]
         changed = []
         ending = [chunk.sequence for chunk in plan.chunks if chunk.completes_prompt]
         for sequence, token in zip(ending, emitted.first_tokens, strict=True):
             if sequence.stage is not Stage.FINISHED:
                 sequence.first_token = time.perf_counter()
-                changed.append(self._append(sequence, [token], num_drafted=None))
-        for sequence, tokens, drafted in zip(plan.decodes, emitted.tokens, emitted.num_drafted, strict=True):
+                changed.append(self._append(sequence, [token]))
+        rows = zip(plan.decodes, emitted.tokens, emitted.num_accepted, emitted.num_drafted, strict=True)
+        for sequence, tokens, num_accepted, num_drafted in rows:
             if sequence.stage is not Stage.FINISHED:
-                changed.append(self._append(sequence, tokens, num_drafted=drafted))
+                known = len(sequence.output_ids)
+                changed.append(self._append(sequence, tokens))
+                if sequence.speculation:
+                    delivered = min(num_accepted, len(sequence.output_ids) - known)
+                    self.stats.count_step(sequence, num_drafted=num_drafted, num_accepted=delivered)
         return changed
 
-    def _append(self, sequence: Sequence, tokens: list[int], *, num_drafted: int | None) -> tuple[Sequence, str]:
+    def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[Sequence, str]:
         """Take tokens up to the first one that ends the request."""
         text = self._texts[sequence.request_id]
-        taken = 0
         for token in tokens:
             sequence.output_ids.append(token)
-            taken += 1
+            self.stats.generated_tokens += 1
             if self._ends(sequence, token, text):
                 break
-        if num_drafted is not None and sequence.speculation:
-            self.stats.count_step(sequence, num_drafted=num_drafted, num_accepted=min(taken, len(tokens) - 1))
-        self.stats.generated_tokens += taken
         if sequence.finish_reason is None and sequence.num_prompt + len(sequence.output_ids) >= sequence.max_total:
             sequence.finish_reason = "length"
         if sequence.finish_reason is not None:

@@ -24,7 +24,7 @@ class Detokenizer:
 
     def add(self, token: int) -> str | None:
         """Add a token. Returns the stop text that it completed, if any; the text then ends before it."""
-        if self._stream is None:
+        if self._stream is None or self._backend is None:
             return None
         piece = self._stream.step(self._backend, token)
         if piece is None:  # the token ends inside a character

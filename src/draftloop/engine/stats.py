@@ -29,7 +29,6 @@ class EngineStats:
         """Count one verified row. `num_accepted` drafts were delivered."""
         if num_drafted == 0:
             return
-        num_accepted = min(num_accepted, num_drafted)
         sequence.acceptance_histogram[num_accepted] += 1
         sequence.num_draft_tokens += num_drafted
         self.histogram[num_accepted] += 1

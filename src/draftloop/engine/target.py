@@ -17,6 +17,10 @@ from draftloop.graphs.phase import GraphMode, Launch, Output, Pad, Phase, Slot, 
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.models.dense import DenseDecoder
 from draftloop.sampling.commit import accept_rows_greedy, accept_rows_sampled, accept_rows_synthetic
+from draftloop.sampling.sampler import SamplingKind
+
+OUTCOME_COUNTS = ("num_emitted", "num_accepted", "num_drafted")
+"""The first columns of the buffer `outcome`; the emitted tokens follow, padded with NO_DRAFT."""
 
 
 def target_phases(
@@ -38,7 +42,7 @@ def target_phases(
     `accept`           logits -> emitted tokens; the rows are that much longer
     `accept.prompt`    the same for the first token after a prompt
 
-    The accept phases come in two kinds, so that a batch without temperature pays for none.
+    The accept phases come in three kinds (`SamplingKind`), so that a batch pays for what it asks.
     """
     device = kv.device
     dtype = model.lm_head.dtype
@@ -64,19 +68,23 @@ def target_phases(
 
     rates_K = None if synthetic_rates is None else torch.tensor(synthetic_rates, device=device)
 
-    def accept(launch: Launch, rows: Tensor, logits: Tensor, *, k: int, sampled: bool) -> Mapping[str, Tensor]:
+    def rule(logits_XV: Tensor, rows: Tensor, k: int, kind: SamplingKind) -> dict[str, Tensor]:
         if rates_K is not None and k:
-            accepted = accept_rows_synthetic(state, rows, logits, k, rates_K)
-        elif sampled:
-            accepted = accept_rows_sampled(state, rows, logits, k)
-        else:
-            accepted = accept_rows_greedy(state, rows, logits, k)
-        padding = (0, num_drafts - k)
-        return accepted | {"emitted": F.pad(accepted["emitted"], padding, value=NO_DRAFT)}
+            return accept_rows_synthetic(state, rows, logits_XV, k, rates_K)
+        if kind is SamplingKind.GREEDY:
+            return accept_rows_greedy(state, rows, logits_XV, k)
+        return accept_rows_sampled(state, rows, logits_XV, k, truncate=kind is SamplingKind.TRUNCATED)
 
-    def accept_prompt(launch: Launch, ending_rows: Tensor, prompt_logits: Tensor, *, sampled: bool):
-        rule = accept_rows_sampled if sampled else accept_rows_greedy
-        accepted = rule(state, ending_rows, prompt_logits, 0)
+    def accept(launch: Launch, rows: Tensor, logits: Tensor, *, k: int, kind: SamplingKind) -> Mapping[str, Tensor]:
+        accepted = rule(logits, rows, k, kind)
+        counts = torch.stack([accepted[name] for name in OUTCOME_COUNTS], 1)
+        emitted_RQ = F.pad(accepted["emitted"], (0, num_drafts - k), value=NO_DRAFT)
+        return {"num_emitted": accepted["num_emitted"], "outcome": torch.cat([counts, emitted_RQ], 1)}
+
+    def accept_prompt(
+        launch: Launch, ending_rows: Tensor, prompt_logits: Tensor, *, kind: SamplingKind
+    ) -> Mapping[str, Tensor]:
+        accepted = rule(prompt_logits, ending_rows, 0, kind)
         state.num_drafted_M.index_fill_(0, ending_rows.long(), 0)
         return {"first_token": accepted["emitted"]}
 
@@ -105,10 +113,9 @@ def target_phases(
     ]
     counts = Output(unit=Unit.ROW, dtype=torch.int32)
     slots = {"rows": rows, "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=vocab, pad=Pad.KEEP)}
-    emitted = {
-        "emitted": Output(unit=Unit.ROW, dtype=torch.int32, shape=(1 + num_drafts,)),
+    outcome = {
         "num_emitted": counts,
-        "num_drafted": counts,
+        "outcome": Output(unit=Unit.ROW, dtype=torch.int32, shape=(len(OUTCOME_COUNTS) + 1 + num_drafts,)),
     }
     for k in sorted({num_drafts, 0}, reverse=True):
         phases.append(
@@ -125,25 +132,25 @@ def target_phases(
         )
         phases += [
             Phase(
-                name=accept_name("accept", k, sampled=sampled),
-                fn=lambda launch, k=k, s=sampled, **slots: accept(launch, k=k, sampled=s, **slots),
+                name=accept_name("accept", kind, k),
+                fn=lambda launch, k=k, kind=kind, **slots: accept(launch, k=k, kind=kind, **slots),
                 slots=slots,
-                outputs=emitted,
+                outputs=outcome,
                 tokens_per_row=1 + k,
             )
-            for sampled in (False, True)
+            for kind in SamplingKind
         ]
     phases += [
         Phase(
-            name=accept_name("accept.prompt", sampled=sampled),
-            fn=lambda launch, s=sampled, **slots: accept_prompt(launch, sampled=s, **slots),
+            name=accept_name("accept.prompt", kind),
+            fn=lambda launch, kind=kind, **slots: accept_prompt(launch, kind=kind, **slots),
             slots={
                 "ending_rows": rows,
                 "prompt_logits": Slot(unit=Unit.ROW, dtype=dtype, shape=vocab, pad=Pad.KEEP),
             },
             outputs={"first_token": Output(unit=Unit.ROW, dtype=torch.int32, shape=(1,))},
         )
-        for sampled in (False, True)
+        for kind in SamplingKind
     ]
     return phases
 
@@ -153,6 +160,6 @@ def verify_name(num_drafts: int) -> str:
     return "target.verify" if num_drafts else "target.decode"
 
 
-def accept_name(phase: str, num_drafts: int = 1, *, sampled: bool) -> str:
-    """The accept phase for rows with or without drafts, with or without a temperature above 0."""
-    return phase + ("" if num_drafts else ".decode") + (".sampled" if sampled else "")
+def accept_name(phase: str, kind: SamplingKind, num_drafts: int = 1) -> str:
+    """The accept phase for rows with or without drafts and for what their requests ask for."""
+    return phase + ("" if num_drafts else ".decode") + ("" if kind is SamplingKind.GREEDY else f".{kind.value}")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from draftloop.drafters.base import Drafter, HostRow, Rounds
-from draftloop.engine.target import accept_name, verify_name
+from draftloop.engine.target import OUTCOME_COUNTS, accept_name, verify_name
 from draftloop.graphs.table import GraphTable
 from draftloop.kvcache.rows import NO_DRAFT, NULL_PAGE, RowState
-from draftloop.sampling.sampler import request_seed
+from draftloop.sampling.sampler import SamplingKind, request_seed
 from draftloop.scheduler.batch import Chunk, Sequence, StepPlan
 
 
@@ -24,6 +24,8 @@ class Emitted:
     """One per chunk that completed its prompt, in order."""
     tokens: list[list[int]]
     """Per decoding row."""
+    num_accepted: list[int]
+    """Per decoding row: how many of its tokens are accepted drafts."""
     num_drafted: list[int]
     """Per decoding row: drafts that were verified."""
     has_drafts: list[bool] | None
@@ -53,10 +55,13 @@ class InFlight:
             self._arrived.synchronize()
         lists = {name: value.tolist() for name, value in self._copies.items()}
         ending = [i for i, chunk in enumerate(self.plan.chunks) if chunk.completes_prompt]
+        outcomes = lists.get("outcome", [])
+        first = len(OUTCOME_COUNTS)
         return Emitted(
             first_tokens=[lists["first_token"][i][0] for i in ending],
-            tokens=[ids[:n] for ids, n in zip(lists.get("emitted", []), lists.get("num_emitted", []), strict=True)],
-            num_drafted=lists.get("num_drafted", []),
+            tokens=[outcome[first : first + outcome[0]] for outcome in outcomes],
+            num_accepted=[outcome[1] for outcome in outcomes],
+            num_drafted=[outcome[2] for outcome in outcomes],
             has_drafts=lists.get("has_drafts"),
         )
 
@@ -123,23 +128,23 @@ class Worker:
         run = self.table.run
         run("target.prefill", num_rows, tokens=num_tokens)
         ending = [chunk.sequence for chunk in chunks if chunk.completes_prompt]
-        sampled = any(not sequence.params.greedy for sequence in ending)
+        kind = SamplingKind.of(sequence.params for sequence in ending)
         if ending:
             padding = self.state.padding_row
             self._write("ending_rows", [c.sequence.row if c.completes_prompt else padding for c in chunks])
-            outputs = run(accept_name("accept.prompt", sampled=sampled), num_rows)
+            outputs = run(accept_name("accept.prompt", kind), num_rows)
             flight.copy("first_token", outputs["first_token"])
-        for phase in self._rounds(sampled).prompt:
+        for phase in self._rounds(kind).prompt:
             run(phase, num_rows, tokens=num_tokens)
         drafting = [sequence.row for sequence in ending if sequence.speculation]
         if drafting and not self._drafts_on_host:
             self._write_rows(drafting)
-            for phase in self._rounds(sampled).first:
+            for phase in self._rounds(kind).first:
                 run(phase, len(drafting))
 
     def _run_decodes(self, sequences: Many[Sequence], flight: InFlight) -> None:
         num_rows = len(sequences)
-        sampled = any(not sequence.params.greedy for sequence in sequences)
+        kind = SamplingKind.of(sequence.params for sequence in sequences)
         # where nothing was drafted for the whole batch, it costs what plain decoding costs
         num_drafts = self.num_drafts if any(s.speculation and s.has_drafts for s in sequences) else 0
         run = self.table.run
@@ -148,14 +153,12 @@ class Worker:
             assert self.drafter is not None
             for name, value in self.drafter.host_inputs([self._host_row(s) for s in sequences]).items():
                 self.table.buffers.write(name, value)
-            for phase in self._rounds(sampled).next:
+            for phase in self._rounds(kind).next:
                 run(phase, num_rows)
         run(verify_name(num_drafts), num_rows)
-        outputs = run(accept_name("accept", num_drafts, sampled=sampled), num_rows)
-        for name in ("emitted", "num_emitted", "num_drafted"):
-            flight.copy(name, outputs[name])
+        flight.copy("outcome", run(accept_name("accept", kind, num_drafts), num_rows)["outcome"])
         if any(s.speculation for s in sequences) and not self._drafts_on_host:
-            for phase in self._rounds(sampled).next:
+            for phase in self._rounds(kind).next:
                 run(phase, num_rows)
 
     @property
@@ -163,8 +166,8 @@ class Worker:
         """Such a drafter runs right before the verify, when everything accepted so far is known."""
         return self.drafter is not None and self.drafter.on_host
 
-    def _rounds(self, sampled: bool) -> Rounds:
-        return self.drafter.rounds(sampled=sampled) if self.drafter else Rounds()
+    def _rounds(self, kind: SamplingKind) -> Rounds:
+        return self.drafter.rounds(sampled=kind is not SamplingKind.GREEDY) if self.drafter else Rounds()
 
     def _host_row(self, sequence: Sequence) -> HostRow:
         token_ids = sequence.prompt_ids + sequence.output_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ class CudaRecorder(Recorder):
     def record(self, body: Body, *, piecewise: bool) -> CudaProgram:
         program = CudaProgram(self)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        gc.collect()
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             body(_in_place)  # compiles kernels and lets libraries allocate outside of the pool
             self.stream.synchronize()
@@ -82,7 +82,22 @@ class CudaRecorder(Recorder):
         return start.elapsed_time(end)
 
     def owned_bytes(self) -> int:
-        return sum(segment["total_size"] for segment in self._segments())
+        # only captures take memory while programs are recorded, so the driver's count will do;
+        # a snapshot of the allocator would cost more than the capture
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    @contextlib.contextmanager
+    def recording(self) -> Generator[None]:
+        """Keep the garbage collector out: it is slow, and may free device memory inside a capture."""
+        gc.collect()
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
 
     def _segments(self) -> list[dict[str, Any]]:
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.pool)]

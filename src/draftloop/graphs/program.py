@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 Call = Callable[[], None]
 Attend = Callable[[Call], None]
@@ -36,4 +37,8 @@ class Recorder(ABC):
 
     @abstractmethod
     def owned_bytes(self) -> int:
-        """Memory held by all programs so far."""
+        """Memory in use; differences tell what a recording added."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Surrounds the recording of many programs."""
+        return nullcontext()

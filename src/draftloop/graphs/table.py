@@ -145,6 +145,13 @@ class GraphTable:
         required and the configuration's largest batch has none.
         """
         keys = self.keys()
+        with self.recorder.recording():
+            self._record(keys, progress)
+        if self.require_graphs and (gaps := self.uncovered()):
+            lines = "; ".join(f"{name}: {why}" for name, why in gaps.items())
+            raise GraphError(f"--require-graphs: not every phase is covered. {lines}")
+
+    def _record(self, keys: list[Key], progress: Callable[[Key, int], None] | None) -> None:
         for key in keys:
             if progress:
                 progress(key, len(keys))
@@ -160,9 +167,6 @@ class GraphTable:
                 raise GraphError(f"phase {key.phase!r} at {key.rows} rows, {key.tokens} tokens: {error}") from error
             mib = (self.recorder.owned_bytes() - before) / 2**20
             self._entries[key] = _Entry(program=program, mib=mib, ms=self.recorder.time_ms(program))
-        if self.require_graphs and (gaps := self.uncovered()):
-            lines = "; ".join(f"{name}: {why}" for name, why in gaps.items())
-            raise GraphError(f"--require-graphs: not every phase is covered. {lines}")
 
     def uncovered(self) -> dict[str, str]:
         """Phases whose largest allowed batch has no graph, though the phase allows graphs, with the reason."""

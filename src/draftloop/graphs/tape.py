@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from draftloop.errors import GraphError
@@ -140,7 +140,7 @@ class Tape(TorchDispatchMode, Program):
     def call_between(self, call: Call) -> None:
         """Run a call now and at every replay, outside of the recording."""
         assert self.static, "a call between segments holds tensors, so they must keep their address"
-        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             call()
         self._ops.append(call)
 

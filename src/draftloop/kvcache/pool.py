@@ -47,9 +47,8 @@ class CachePool:
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages that belong to nobody with NaN, so that reading them shows."""
-        index = torch.tensor([0, *pages], device=self.caches[0].device) if self.caches else None
         for cache in self.caches:
-            cache.index_fill_(2, index, float("nan"))
+            cache.index_fill_(2, torch.tensor([0, *pages], device=cache.device), float("nan"))
 
 
 def count_pages(
@@ -68,4 +67,4 @@ def count_pages(
             f"{max(budget_bytes, 0) / 2**20:.0f} MiB are left for it; raise --gpu-memory-utilization or "
             f"--kv-cache-memory-bytes, or lower --max-model-len"
         )
-    return int(pages)
+    return pages

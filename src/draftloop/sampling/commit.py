@@ -97,12 +97,18 @@ def _finish(
 ) -> dict[str, Tensor]:
     """Clip to the rows' limits, commit, and report.
 
-    Returns `emitted` int32 [R, Q] padded with -1, `num_emitted` int32 [R], and `num_drafted`
-    int32 [R]: how many drafts the row really had, of which the first `num_emitted - 1` were
-    accepted (all emitted ones, where the limit cut the last token off).
+    Returns `emitted` int32 [R, Q] padded with -1, and int32 [R] each: `num_emitted`,
+    `num_accepted`, how many of those are accepted drafts, and `num_drafted`, how many drafts the
+    row had.
     """
+    num_accepted_R = num_emitted_R - 1
     room_R = state.max_tokens_M.index_select(0, rows_R) - state.num_tokens_M.index_select(0, rows_R)
     emitted_RQ, num_emitted_R = clip_to_limit(emitted_RQ, num_emitted_R, room_R)
     commit(state, rows_R, emitted_RQ, num_emitted_R)
     num_drafted_R = (drafts_RK != NO_DRAFT).sum(-1, dtype=torch.int32)
-    return {"emitted": emitted_RQ, "num_emitted": num_emitted_R, "num_drafted": num_drafted_R}
+    return {
+        "emitted": emitted_RQ,
+        "num_emitted": num_emitted_R,
+        "num_accepted": torch.minimum(num_accepted_R, num_emitted_R),
+        "num_drafted": num_drafted_R,
+    }

@@ -6,13 +6,36 @@ Shape suffixes: N positions (rows x verified positions), R rows, M rows of the e
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from draftloop.kvcache.rows import RowState
 from draftloop.request import SamplingParams
+
+
+class SamplingKind(StrEnum):
+    """The most that some request of a batch asks for. Batches that ask for less pay for less."""
+
+    GREEDY = "greedy"
+    SAMPLED = "sampled"
+    """Temperature and min_p."""
+    TRUNCATED = "truncated"
+    """top_k or top_p too, which need a sort."""
+
+    @classmethod
+    def of(cls, batch: Iterable[SamplingParams]) -> SamplingKind:
+        kind = cls.GREEDY
+        for params in batch:
+            if params.greedy:
+                continue
+            if params.top_k > 0 or params.top_p < 1:
+                return cls.TRUNCATED
+            kind = cls.SAMPLED
+        return kind
 
 
 @dataclass(frozen=True)
