@@ -27,6 +27,7 @@ from draftloop.graphs.program import Recorder
 from draftloop.graphs.table import GraphTable, Ladders
 from draftloop.graphs.tape import TapeRecorder
 from draftloop.kvcache.pages import PageAllocator
+from draftloop.kvcache.rows import NO_DRAFT
 from draftloop.request import RequestOutput, SamplingParams
 from draftloop.scheduler.batch import Sequence as Request
 from draftloop.scheduler.scheduler import Scheduler
@@ -295,3 +296,15 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
         "scripted": [{"method": "scripted", "script": repeat_suffix, "num_speculative_tokens": 3}],
         "synthetic": [{"method": "synthetic", "synthetic_acceptance_length": 2.5, "num_speculative_tokens": 3}],
     }
+
+
+def lookup_reference(tokens: list[int], k: int, shortest: int, longest: int) -> list[int]:
+    """What prompt lookup must draft: the longest match; of equal ones that with most to copy, then the last."""
+    end = len(tokens)
+    best: tuple[int, int, int] | None = None
+    for size in range(shortest, longest + 1):
+        for start in range(size, end):  # the match is tokens[start - size : start]
+            if tokens[start - size : start] == tokens[end - size :]:
+                best = max(best or (0, 0, 0), (size, min(end - start, k), start))
+    found = tokens[best[2] : best[2] + k] if best else []
+    return found + [NO_DRAFT] * (k - len(found))

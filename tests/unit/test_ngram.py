@@ -9,20 +9,9 @@ from hypothesis import strategies as st
 
 from draftloop.drafters.ngram import lookup
 from draftloop.kvcache.rows import NO_DRAFT
+from helpers import lookup_reference
 
 LENGTH = 24
-
-
-def expected(tokens: list[int], k: int, shortest: int, longest: int) -> list[int]:
-    """Longest match first; then the one with most to copy (up to k); then the most recent."""
-    end = len(tokens)
-    best: tuple[int, int, int] | None = None
-    for size in range(shortest, longest + 1):
-        for start in range(size, end):  # the match is tokens[start - size : start]
-            if tokens[start - size : start] == tokens[end - size :]:
-                best = max(best or (0, 0, 0), (size, min(end - start, k), start))
-    found = tokens[best[2] : best[2] + k] if best else []
-    return found + [NO_DRAFT] * (k - len(found))
 
 
 def run(rows: list[list[int]], k: int, shortest: int, longest: int, *, garbage: int = 1) -> list[list[int]]:
@@ -42,7 +31,9 @@ def run(rows: list[list[int]], k: int, shortest: int, longest: int, *, garbage: 
 )
 def test_lookup_finds_what_a_loop_finds(rows, k, sizes, garbage):
     shortest, longest = sizes
-    assert run(rows, k, shortest, longest, garbage=garbage) == [expected(row, k, shortest, longest) for row in rows]
+    assert run(rows, k, shortest, longest, garbage=garbage) == [
+        lookup_reference(row, k, shortest, longest) for row in rows
+    ]
 
 
 def test_the_continuation_of_the_last_occurrence_is_copied():

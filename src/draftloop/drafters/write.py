@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.sampling.noise import Stream, gumbel_argmax
-from draftloop.sampling.sampler import SamplingRows, probabilities
+from draftloop.sampling.sampler import SamplingRows, greedy_tokens, probabilities
 
 
 def write_all(state: RowState, rows_R: Tensor, drafts_RK: Tensor) -> None:
@@ -33,9 +33,11 @@ def write_next(state: RowState, rows_R: Tensor, logits_RW: Tensor, *, vocab_size
         probs_RW = probabilities(logits_RW, sampling, truncate=False)
         positions_R = state.num_tokens_M[rows_R] + index_R
         token_R = gumbel_argmax(probs_RW.log(), sampling.seed_N, positions_R.long(), Stream.DRAFT)
+        if missing := state.draft_probs_MKV.shape[2] - probs_RW.shape[1]:
+            probs_RW = torch.nn.functional.pad(probs_RW, (0, missing))  # what we do not know is never drafted
         state.draft_probs_MKV.index_put_((rows_R, index_R), probs_RW)
     else:
-        token_R = logits_RW.argmax(-1)
+        token_R = greedy_tokens(logits_RW)
     allowed_R = index_R < state.draft_limit_M[rows_R]
     state.drafts_MK.index_put_((rows_R, index_R), torch.where(allowed_R, token_R, NO_DRAFT).int())
     state.num_drafted_M.index_copy_(0, rows_R, (index_R + 1).int())

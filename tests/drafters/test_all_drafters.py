@@ -1,0 +1,257 @@
+"""What every drafter must keep: the text of the plain engine, in every mode, at every batch size and limit.
+
+A new drafter adds a line to `example_configs` in tests/helpers.py and is tested by all of this.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from draftloop.drafters.base import DRAFTERS, load_drafters
+from draftloop.engine.llm import LLM
+from helpers import (
+    MODES,
+    answers,
+    assert_all_free,
+    engine,
+    example_configs,
+    greedy,
+    make_engine,
+    oracle,
+    prompts,
+    run_through,
+    tiny_model,
+)
+
+load_drafters()
+
+CASES = [
+    pytest.param(name, index, id=f"{name}-{index}" if index else name)
+    for name in sorted(DRAFTERS)
+    for index in range(len(example_configs().get(name, [0])))
+]
+LOSSLESS = [case for case in CASES if not DRAFTERS[case.values[0]].forced_acceptance]
+FORCED = [case for case in CASES if DRAFTERS[case.values[0]].forced_acceptance]
+OVERLAPPING = [case for case in LOSSLESS if not DRAFTERS[case.values[0]].on_host]
+
+
+def config(name: str, index: int) -> dict:
+    found = example_configs().get(name)
+    assert found, f"drafter {name!r} has no example configuration; add one to example_configs() in tests/helpers.py"
+    return found[index]
+
+
+def drafting(name: str, index: int, **settings) -> LLM:
+    """An engine with few captured sizes, so that most batches are padded: 1 to 2 rows, 3 to 8, 7 to 8."""
+    return engine(speculative_config=config(name, index), cudagraph_capture_sizes=(2, 8), **settings)
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_every_drafter_has_an_example(name):
+    assert config(name, 0)["method"] == name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+def test_greedy_text_is_that_of_the_plain_engine(name, index, mode):
+    llm = drafting(name, index, cudagraph_mode=mode.value)
+    for poison in (False, True):
+        llm.engine.table.poison = poison
+        for batch in (1, 3, 7):
+            asked = prompts(batch)
+            assert answers(llm.generate(asked, greedy(24))) == [oracle(p, 24) for p in asked], (poison, batch)
+        assert_all_free(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
+@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+def test_chunked_prompts_beside_decoding_rows(name, index, overlap):
+    """Prompts of 1 to 20 tokens, 24 tokens of budget: they are cut while others decode, at either depth."""
+    if overlap and DRAFTERS[name].on_host:
+        pytest.skip("needs the tokens of each step on the host")
+    llm = drafting(name, index, async_scheduling=overlap, max_num_batched_tokens=24, cudagraph_mode="FULL", poison=True)
+    asked = prompts(12)
+    outputs = llm.generate(asked, [greedy(5 + 3 * i) for i in range(12)])
+    assert answers(outputs) == [oracle(p, 5 + 3 * i) for i, p in enumerate(asked)]
+    assert_all_free(llm)
+
+
+@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+def test_the_length_limit_inside_a_block_is_met_exactly(name, index):
+    llm = drafting(name, index, max_model_len=40, poison=True)
+    asked = [prompt for prompt in prompts(7, longest=39) if len(prompt) < 40]
+    outputs = llm.generate(asked, greedy(None))
+    for prompt, output in zip(asked, outputs, strict=True):
+        answer = output.outputs[0]
+        assert len(prompt) + len(answer.token_ids) == 40
+        assert answer.finish_reason == "length"
+        assert answer.token_ids == oracle(prompt, 40, max_model_len=40)
+    assert_all_free(llm)
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_max_tokens_is_met_exactly_wherever_it_falls_in_a_block(name, index):
+    llm = drafting(name, index, poison=True)
+    counts = range(1, 2 * config(name, index)["num_speculative_tokens"] + 3)
+    prompt = prompts(6)[-1]
+    outputs = llm.generate([prompt] * len(counts), [greedy(n) for n in counts])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(counts)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    if not DRAFTERS[name].forced_acceptance:
+        assert answers(outputs) == [oracle(prompt, n) for n in counts]
+    assert llm.get_metrics()["generation_tokens"] == sum(counts)
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_coverage_is_complete_and_nothing_that_may_be_a_graph_runs_eager(name, index):
+    llm = drafting(name, index, cudagraph_mode="FULL", require_graphs=True)
+    table = llm.engine.table
+    assert table.uncovered() == {}
+    llm.generate(prompts(7), greedy(12))
+    host_only = {n for n, phase in table.phases.items() if {m.value for m in phase.modes} == {"NONE"}}
+    report = llm.get_graph_report()
+    assert {phase for phase, runs in report.eager_runs.items() if runs} <= host_only
+    assert report.replays["target.verify"] > 0
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_a_request_may_decline_speculation_beside_others(name, index):
+    llm = drafting(name, index, poison=True)
+    core, asked = llm.engine.core, prompts(6)
+    for i, prompt in enumerate(asked):
+        core.add(str(i), prompt, greedy(20), speculation=i % 2 == 0)
+    drafted = {str(i): 0 for i in range(6)}
+
+    def look() -> None:
+        for sequence in core.scheduler.running:
+            drafted[sequence.request_id] = sequence.num_draft_tokens
+
+    ended = run_through(llm, look)
+    plain = [i for i in range(6) if i % 2]
+    assert all(ended[str(i)] == oracle(asked[i], 20) for i in plain), "they must not notice"
+    assert all(drafted[str(i)] == 0 for i in plain)
+    if not DRAFTERS[name].forced_acceptance:
+        assert ended == {str(i): oracle(prompt, 20) for i, prompt in enumerate(asked)}
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_a_batch_that_declines_speculation_is_plain_decoding(name, index):
+    llm = drafting(name, index)
+    outputs = llm.generate(prompts(3), greedy(10), speculation=False)
+    assert answers(outputs) == [oracle(p, 10) for p in prompts(3)]
+    assert [output.spec for output in outputs] == [None] * 3
+    replays = llm.get_graph_report().replays
+    assert replays["target.decode"] == 9
+    assert replays["target.verify"] == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_aborting_anywhere_frees_rows_and_pages_and_harms_nobody(name, index, overlap):
+    if overlap and DRAFTERS[name].on_host:
+        pytest.skip("needs the tokens of each step on the host")
+    llm = drafting(name, index, async_scheduling=overlap, max_num_batched_tokens=24, cudagraph_mode="FULL", poison=True)
+    core, asked = llm.engine.core, prompts(10)
+    ended: dict[str, list[int]] = {}
+    for i, prompt in enumerate(asked):
+        core.add(str(i), prompt, greedy(24))
+    for step in range(5):
+        core.abort(str(2 * step + 1))  # waiting, in prefill or decoding, by now
+        for sequence, _ in core.step():
+            if sequence.finish_reason:
+                ended[sequence.request_id] = list(sequence.output_ids)
+    ended |= run_through(llm)
+    assert sorted(ended) == [str(i) for i in range(0, 10, 2)]
+    assert_all_free(llm)
+    if not DRAFTERS[name].forced_acceptance:
+        assert all(tokens == oracle(asked[int(i)], 24) for i, tokens in ended.items())
+
+
+@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+def test_a_batch_that_shrinks_through_the_captured_sizes(name, index):
+    """B10: 12 requests of 5, 10, .. 60 tokens; every draft is a token of the model after every step."""
+    llm = engine(
+        speculative_config=config(name, index),
+        cudagraph_capture_sizes=(1, 2, 4, 8, 16),
+        max_num_seqs=16,
+        max_prefill_rows=16,
+        max_num_batched_tokens=256,
+        cudagraph_mode="FULL_DECODE_ONLY",
+        poison=True,
+    )
+    core, asked = llm.engine.core, prompts(12)
+    state, vocab = core.worker.state, llm.engine.model_config.vocab_size
+    seen = set()
+
+    def check() -> None:
+        seen.add(len(core.scheduler.running))
+        drafts = state.drafts_MK
+        assert ((drafts >= -1) & (drafts < vocab)).all()
+        assert drafts[state.padding_row].eq(-1).all()
+
+    for i, prompt in enumerate(asked):
+        core.add(str(i), prompt, greedy(5 * (i + 1)))
+    ended = run_through(llm, check)
+    assert ended == {str(i): oracle(prompt, 5 * (i + 1)) for i, prompt in enumerate(asked)}
+    assert {1, 12} <= seen
+    assert len({row.rows for row in llm.get_graph_report().rows if row.phase == "target.verify" and row.replays}) >= 4
+    assert_all_free(llm)
+
+
+@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+def test_rows_without_temperature_are_greedy_beside_others_that_sample(name, index):
+    """B22, for each drafter."""
+    llm = drafting(name, index, poison=True)
+    asked = prompts(4)
+    params = [greedy(20), sampled(1.0), greedy(20), sampled(0.7)]
+    outputs = answers(llm.generate(asked, params))
+    assert [outputs[0], outputs[2]] == [oracle(asked[0], 20), oracle(asked[2], 20)]
+
+
+def sampled(temperature: float = 1.0, **options):
+    from draftloop.request import SamplingParams
+
+    return SamplingParams(temperature=temperature, max_tokens=20, seed=7, **options)
+
+
+@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+def test_a_seed_gives_the_same_tokens_alone_and_beside_neighbours(name, index):
+    llm = drafting(name, index, poison=True)
+    asked = prompts(5)
+    alone = answers(llm.generate(asked[2], sampled()))[0]
+    again = answers(llm.generate(asked[2], sampled()))[0]
+    neighbours = [sampled(0.8, top_k=20), greedy(9), sampled(), greedy(20), sampled(1.3, top_p=0.9)]
+    beside = answers(llm.generate(asked, neighbours))[2]
+    assert alone == again == beside
+    assert alone != answers(llm.generate(asked[2], sampled(min_p=0.5)))[0], "the parameters reach the sampler"
+
+
+@pytest.mark.parametrize(("name", "index"), FORCED)
+def test_forced_acceptance_has_the_length_that_was_asked_for(name, index):
+    llm = drafting(name, index, max_num_batched_tokens=64)
+    settings = config(name, index)
+    outputs = llm.generate(prompts(7), greedy(100, ignore_eos=True))
+    metrics = llm.get_metrics()
+    # some 280 steps of standard deviation about 1.2
+    assert metrics["mean_acceptance_length"] == pytest.approx(settings["synthetic_acceptance_length"], abs=0.25)
+    assert all(len(output.outputs[0].token_ids) == 100 for output in outputs)
+
+
+@pytest.mark.parametrize(("name", "index"), OVERLAPPING)
+def test_end_of_sequence_inside_a_block_ends_exactly_there(name, index):
+    """The oracle's seventh token is declared the end; at depth 2 the next step is on its way by then."""
+    prompt = prompts(6)[4]
+    text = oracle(prompt, 16)
+    seventh = text[6]
+    assert seventh not in text[:6]
+    llm = make_engine(
+        tiny_model(f"ends-{seventh}", eos=seventh),
+        speculative_config=config(name, index),
+        cudagraph_capture_sizes=(2, 8),
+        async_scheduling=True,
+    )
+    for params, length in ((greedy(16), 7), (greedy(16, ignore_eos=True), 16)):
+        answer = llm.generate([prompt, prompts(6)[0]], params)[0].outputs[0]
+        assert answer.token_ids == text[:length]
+        assert answer.finish_reason == ("stop" if length == 7 else "length")
+    assert_all_free(llm)
