@@ -1,6 +1,6 @@
 """Root-mean-square norm, alone or with the residual addition in front of it.
 
-Shape suffixes: T tokens, H hidden size.
+Shape suffixes: T tokens, H hidden size, X splits.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftloop.kernels.triton_import import jit, next_power_of_2, tl
+from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
 def rms_norm_torch(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -16,8 +16,9 @@ def rms_norm_torch(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return torch.rms_norm(x_TH, weight_H.shape, weight_H, eps)
 
 
-def add_rms_norm_torch(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_torch(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Reference of `add_rms_norm`."""
+    x_TH = x.sum(0).to(residual_TH.dtype) if x.dim() == 3 else x
     residual_TH = residual_TH + x_TH
     return torch.rms_norm(residual_TH, weight_H.shape, weight_H, eps), residual_TH
 
@@ -30,20 +31,33 @@ def _rms_norm_kernel(
     normed_ptr,
     sum_ptr,
     x_stride,
+    split_stride,
     residual_stride,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token. With ADD, the residual is added first and the sum stored too."""
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     live = h < SIZE
     weight = tl.load(weight_ptr + h, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + token * x_stride + h, mask=live, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(x_ptr + split * split_stride + token * x_stride + h, mask=live, other=0.0)
+    residual = x
     if ADD:
-        x += tl.load(residual_ptr + token * residual_stride + h, mask=live, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + token * residual_stride + h, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if ADD:
+        # rounded as the layer's output would have been without splits
+        x = x.to(sum_ptr.dtype.element_ty).to(tl.float32) + residual
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * SIZE + h, rounded, mask=live)
         x = rounded.to(tl.float32)
@@ -52,26 +66,31 @@ def _rms_norm_kernel(
     tl.store(normed_ptr + token * SIZE + h, normed.to(normed_ptr.dtype.element_ty), mask=live)
 
 
-def _launch(x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    num_tokens, size = x_TH.shape
-    assert x_TH.stride(1) == 1
-    normed_TH = torch.empty(num_tokens, size, dtype=x_TH.dtype, device=x_TH.device)
+def _launch(x: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x_XTH = x if x.dim() == 3 else x.unsqueeze(0)
+    splits, num_tokens, size = x_XTH.shape
+    assert x_XTH.stride(2) == 1
+    dtype = x.dtype if residual_TH is None else residual_TH.dtype
+    normed_TH = torch.empty(num_tokens, size, dtype=dtype, device=x.device)
     sum_TH = torch.empty_like(normed_TH) if residual_TH is not None else normed_TH
     block = next_power_of_2(size)
     if num_tokens:
         _rms_norm_kernel[(num_tokens,)](
-            x_TH,
-            x_TH if residual_TH is None else residual_TH,
+            x,
+            x if residual_TH is None else residual_TH,
             weight_H,
             normed_TH,
             sum_TH,
-            x_TH.stride(0),
+            x_XTH.stride(1),
+            x_XTH.stride(0),
             0 if residual_TH is None else residual_TH.stride(0),
             eps,
             SIZE=size,
             BLOCK=block,
             ADD=residual_TH is not None,
+            SPLITS=splits,
             num_warps=min(16, max(1, block // 512)),
+            **pdl_options(x.device),
         )
     return normed_TH, sum_TH
 
@@ -81,9 +100,9 @@ def rms_norm_triton(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return _launch(x_TH, None, weight_H, eps)[0]
 
 
-def add_rms_norm_triton(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_triton(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Twin of `add_rms_norm_torch`."""
-    return _launch(x_TH, residual_TH, weight_H, eps)
+    return _launch(x, residual_TH, weight_H, eps)
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -91,11 +110,14 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return rms_norm_triton(x_TH, weight_H, eps) if x_TH.is_cuda else rms_norm_torch(x_TH, weight_H, eps)
 
 
-def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`(rms_norm(residual + x), residual + x)`. The inputs are left as they are.
+
+    x is [T, H], or fp32 [X, T, H]: sums that a linear layer split along K left to be added up. That is
+    done in order, in fp32, and rounded to the model's dtype.
 
     The sum is rounded to the model's dtype before it is normed, as the model was trained.
     """
-    if x_TH.is_cuda:
-        return add_rms_norm_triton(x_TH, residual_TH, weight_H, eps)
-    return add_rms_norm_torch(x_TH, residual_TH, weight_H, eps)
+    if x.is_cuda:
+        return add_rms_norm_triton(x, residual_TH, weight_H, eps)
+    return add_rms_norm_torch(x, residual_TH, weight_H, eps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftloop.kernels.triton_import import jit, next_power_of_2, tl
+from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
 def rope_write_torch(
@@ -83,6 +83,7 @@ def _rope_write_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,  # 0: every dimension is rotated
+    PDL: tl.constexpr,
 ):
     """One token, some heads. A value is a head with nothing to norm and an angle of 0."""
     dtype = qkv_ptr.dtype.element_ty
@@ -94,6 +95,8 @@ def _rope_write_kernel(
     d = tl.arange(0, BLOCK_HALF)
     live = head_live[:, None] & (d < HALF)[None, :]
 
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     in_offset = token * qkv_stride + (head * HEAD_DIM)[:, None]
     first = tl.load(qkv_ptr + in_offset + d[None, :], mask=live, other=0.0).to(tl.float32)
     second = tl.load(qkv_ptr + in_offset + HALF + d[None, :], mask=live, other=0.0).to(tl.float32)
@@ -110,6 +113,8 @@ def _rope_write_kernel(
         rest_live = head_live[:, None] & (r < HEAD_DIM)[None, :]
         rest = tl.load(qkv_ptr + in_offset + r[None, :], mask=rest_live, other=0.0).to(tl.float32)
 
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         if BLOCK_REST > 0:
@@ -200,6 +205,7 @@ def rope_write_triton(
             BLOCK_HALF=next_power_of_2(half),
             BLOCK_REST=next_power_of_2(rest) if rest else 0,
             num_warps=1,
+            **pdl_options(qkv_TE.device),
         )
     return q_THD
 

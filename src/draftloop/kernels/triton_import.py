@@ -8,6 +8,7 @@ interpreter set TRITON_INTERPRET=1 before anything imports a kernel.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -35,6 +36,19 @@ def jit(*unspecialized: str) -> Callable[[Any], Any]:
         return function if triton is None else triton.jit(function, do_not_specialize=list(unspecialized))
 
     return decorate
+
+
+@functools.cache
+def pdl_options(device: torch.device) -> dict[str, Any]:
+    """Launch options and the constant PDL of kernels that may start before the one in front has drained.
+
+    Such a kernel calls `gdc_wait` in every program, before it writes and before it reads anything but
+    weights: all that ran earlier is complete then, because each kernel in turn waited for its
+    predecessor. It calls `gdc_launch_dependents` when its loads are done. Compute capability 9.0 on.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def next_power_of_2(n: int) -> int:
