@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from draftloop.graphs.phase import Cost
+from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.models.config import ModelConfig
 from draftloop.models.layers import DecoderLayer, parameter
@@ -85,24 +86,24 @@ class DenseDecoder(torch.nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """`forward` for tokens that are embedded already."""
         eps, cos_sin_LD, backend = self.config.rms_norm_eps, self.cos_sin_LD, self.backend
-        residual_TC, out_TC = embedded_TC, None
+        residual_TC, out = embedded_TC, None
         aux: dict[int, Tensor] = {}
         for index, (layer, kv_2PSGD) in enumerate(zip(self.decoder_layers, kv_L2PSGD.unbind(0), strict=True)):
-            if out_TC is None:
+            if out is None:
                 x_TC = rms_norm(residual_TC, layer.input_norm, eps)
             else:
-                x_TC, residual_TC = add_rms_norm(out_TC, residual_TC, layer.input_norm, eps)
+                x_TC, residual_TC = add_rms_norm(out, residual_TC, layer.input_norm, eps)
             if index in aux_layers:
                 aux[index] = residual_TC
-            out_TC, residual_TC = layer(x_TC, residual_TC, kv_2PSGD, cos_sin_LD, batch, backend)
-        assert out_TC is not None
-        hidden_TC, residual_TC = add_rms_norm(out_TC, residual_TC, self.final_norm, eps)
+            out, residual_TC = layer(x_TC, residual_TC, kv_2PSGD, cos_sin_LD, batch, backend)
+        assert out is not None
+        hidden_TC, residual_TC = add_rms_norm(out, residual_TC, self.final_norm, eps)
         aux[self.config.num_layers] = residual_TC
         return hidden_TC, [aux[index] for index in aux_layers]
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """[T, C] after the final norm -> [T, V], in the model's dtype."""
-        return F.linear(hidden_TC, self.lm_head)
+        return linear(hidden_TC, self.lm_head)
 
     def cost(self) -> Cost:
         """What one pass with logits must read and compute; of the embedding only a few rows are read."""

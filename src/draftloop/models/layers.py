@@ -7,10 +7,10 @@ C hidden size, I inner size of the MLP, L positions, P pages, S tokens per page.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.kernels.linear import linear, residual_linear
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.kernels.silu_mul import silu_mul
@@ -47,8 +47,8 @@ class Attention(torch.nn.Module):
     def forward(
         self, x_TC: Tensor, kv_2PSGD: Tensor, cos_sin_LD: Tensor, batch: AttentionBatch, backend: AttentionBackend
     ) -> Tensor:
-        """Write this pass's keys and values to the cache, attend, and project; [T, C]."""
-        qkv_TE = F.linear(x_TC, self.qkv_weight, self.qkv_bias)
+        """Write this pass's keys and values to the cache, attend, and project; as `residual_linear` returns it."""
+        qkv_TE = linear(x_TC, self.qkv_weight, self.qkv_bias)
         q_THD = rope_write(
             qkv_TE,
             batch.positions_T,
@@ -65,7 +65,7 @@ class Attention(torch.nn.Module):
         # allocated here: a piecewise graph breaks at the call, and its next segment reads this memory
         out_THD = torch.empty_like(q_THD)
         batch.attend(lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window))
-        return F.linear(out_THD.view(-1, self.query_size), self.o_weight, self.o_bias)
+        return residual_linear(out_THD.view(-1, self.query_size), self.o_weight, self.o_bias)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the part of a fused weight that it fills."""
@@ -98,9 +98,9 @@ class GatedMLP(torch.nn.Module):
         self.down_bias = make(hidden) if config.mlp_bias else None
 
     def forward(self, x_TC: Tensor) -> Tensor:
-        """[T, C] -> [T, C]."""
-        inner_TI = silu_mul(F.linear(x_TC, self.gate_up_weight, self.gate_up_bias))
-        return F.linear(inner_TI, self.down_weight, self.down_bias)
+        """[T, C] -> what `residual_linear` returns."""
+        inner_TI = silu_mul(linear(x_TC, self.gate_up_weight, self.gate_up_bias))
+        return residual_linear(inner_TI, self.down_weight, self.down_bias)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the part of a fused weight that it fills."""
@@ -134,9 +134,12 @@ class DecoderLayer(torch.nn.Module):
         batch: AttentionBatch,
         backend: AttentionBackend,
     ) -> tuple[Tensor, Tensor]:
-        """Take the normed input and the residual stream; give the MLP's output and the stream before it is added."""
-        attended_TC = self.attention(x_TC, kv_2PSGD, cos_sin_LD, batch, backend)
-        x_TC, residual_TC = add_rms_norm(attended_TC, residual_TC, self.post_norm, self.eps)
+        """Take the normed input and the residual stream; give the MLP's output and the stream before it is added.
+
+        The output is as `residual_linear` returns it: `add_rms_norm` takes it, other code must not.
+        """
+        attended = self.attention(x_TC, kv_2PSGD, cos_sin_LD, batch, backend)
+        x_TC, residual_TC = add_rms_norm(attended, residual_TC, self.post_norm, self.eps)
         return self.mlp(x_TC), residual_TC
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:

@@ -1,0 +1,225 @@
+"""Linear layers of few tokens: kernels that stream the weights once, at the speed of memory.
+
+With few rows the time is that of reading the weights. Each program owns some output columns and
+walks along K; layers with too few columns to fill the GPU are split along K as well. Split sums are
+not added up by atomics, which would make results differ between runs, but by the residual norm
+that follows (`rms_norm.add_rms_norm`), in a fixed order.
+
+Shape suffixes: T tokens, N output columns, K input columns, X splits of K.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from draftloop.kernels.triton_import import jit, pdl_options, tl
+
+MAX_TOKENS = 32
+"""Above this, cuBLAS."""
+SHARED_BYTES = 220 << 10
+"""Shared memory that the tiles below may take; devices with less are left to cuBLAS."""
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Tiles(NamedTuple):
+    """Launch parameters."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+MEASURED = {
+    (6144, 4096, False): Tiles(32, 256, 1, 4, 4),
+    (4096, 4096, True): Tiles(64, 128, 4, 4, 3),
+    (28672, 4096, False): Tiles(128, 128, 1, 4, 3),
+    (4096, 14336, True): Tiles(128, 128, 4, 4, 4),
+    (128256, 4096, False): Tiles(64, 256, 1, 4, 3),
+}
+"""(N, K, may split) -> the fastest tiles on an H200 at 6 tokens."""
+
+
+@functools.cache
+def choose(num_columns: int, size: int, num_sms: int, *, may_split: bool) -> Tiles:
+    """Tiles of a layer with weights [num_columns, size].
+
+    The number of tokens plays no part, so that a token's sums do not depend on how many others there
+    are: verifying drafts gives the logits that decoding one by one would give.
+    """
+    if found := MEASURED.get((num_columns, size, may_split)):
+        return found
+    splits = 1
+    if may_split and num_columns < 64 * num_sms:
+        splits = next(splits for splits in (4, 2, 1) if size % (128 * splits) == 0)
+    # the widest blocks that still give every SM something to read
+    wanted = num_sms * 3 // 2 if splits > 1 else num_sms
+    widths = (64, 32, 16) if num_columns >= 8 * 64 * num_sms else (128, 64, 32, 16)
+    block_n = next((width for width in widths if -(-num_columns // width) * splits >= wanted), 16)
+    # about as many bytes in flight whatever the width; wide blocks of huge layers go as lm_head was measured
+    long_k = block_n <= 32 or len(widths) == 3
+    block_k = 256 if long_k and size % (256 * splits) == 0 else 128
+    return Tiles(block_n, block_k, splits, 4, 3 if block_n * block_k >= 128 * 128 else 4)
+
+
+def linear_torch(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Reference of `linear`."""
+    return F.linear(x_TK, weight_NK, bias_N)
+
+
+def linear_split_torch(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, splits: int) -> Tensor:
+    """Reference of `linear_split_triton`."""
+    x_XTK, weight_XKN = (part.float().unflatten(1, (splits, -1)).transpose(0, 1) for part in (x_TK, weight_NK))
+    sums_XTN = x_XTK @ weight_XKN.transpose(1, 2)
+    if bias_N is not None:
+        sums_XTN[0] += bias_N
+    return sums_XTN
+
+
+@jit("num_tokens")
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    num_columns,
+    SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,  # whether the blocks divide the columns
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All tokens, one block of columns, one split of K."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    m_live = m < num_tokens
+    # columns past the end read the last one again, which costs nothing in the loop, and are not stored
+    row = n if EVEN else tl.minimum(n, num_columns - 1)
+    PART: tl.constexpr = SIZE // SPLITS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, PART, BLOCK_K):
+        k = split * PART + start + tl.arange(0, BLOCK_K)
+        # read once: the cache is better used for what the next kernels read
+        weight = tl.load(weight_ptr + row[None, :] * SIZE + k[:, None], eviction_policy="evict_first")
+        x = tl.load(x_ptr + m[:, None] * SIZE + k[None, :], mask=m_live[:, None], other=0.0)
+        acc = tl.dot(x, weight, acc)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n_live = n < num_columns
+    if BIAS:
+        bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
+        acc += tl.where(split == 0, bias, 0.0)[None, :]
+    out_offset = (split * num_tokens + m)[:, None] * num_columns + n[None, :]
+    live = m_live[:, None] if EVEN else m_live[:, None] & n_live[None, :]
+    tl.store(out_ptr + out_offset, acc.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def _launch(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> None:
+    num_tokens, size = x_TK.shape
+    num_columns = weight_NK.shape[0]
+    assert x_TK.is_contiguous()
+    assert weight_NK.is_contiguous()
+    assert num_tokens <= MAX_TOKENS
+    assert size % (tiles.block_k * tiles.splits) == 0
+    if not num_tokens:
+        return
+    _linear_kernel[(-(-num_columns // tiles.block_n), tiles.splits)](
+        x_TK,
+        weight_NK,
+        x_TK if bias_N is None else bias_N,
+        out,
+        num_tokens,
+        num_columns,
+        SIZE=size,
+        SPLITS=tiles.splits,
+        BIAS=bias_N is not None,
+        EVEN=num_columns % tiles.block_n == 0,
+        BLOCK_M=16 if num_tokens <= 16 else 32,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **pdl_options(x_TK.device),
+    )
+
+
+def linear_triton(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, tiles: Tiles | None = None
+) -> Tensor:
+    """Twin of `linear_torch` for few tokens. `tiles` None: as `choose` says; else without splits."""
+    num_columns, size = weight_NK.shape
+    tiles = tiles or choose(num_columns, size, _num_sms(x_TK.device), may_split=False)
+    assert tiles.splits == 1
+    out_TN = torch.empty(x_TK.shape[0], num_columns, dtype=x_TK.dtype, device=x_TK.device)
+    _launch(x_TK, weight_NK, bias_N, out_TN, tiles)
+    return out_TN
+
+
+def linear_split_triton(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, tiles: Tiles | None = None
+) -> Tensor:
+    """fp32 [X, T, N], to be added up over X: the layer's sums over each part of K; the bias is in the first."""
+    num_columns, size = weight_NK.shape
+    tiles = tiles or choose(num_columns, size, _num_sms(x_TK.device), may_split=True)
+    sums_XTN = torch.empty(tiles.splits, x_TK.shape[0], num_columns, dtype=torch.float32, device=x_TK.device)
+    _launch(x_TK, weight_NK, bias_N, sums_XTN, tiles)
+    return sums_XTN
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8  # in the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _holds_tiles(device: torch.device) -> bool:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major >= 9 and getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES
+
+
+def _is_skinny(x: Tensor, weight_NK: Tensor) -> bool:
+    """Whether the kernel takes this layer, on a CUDA device."""
+    return (
+        x.dim() == 2
+        and 0 < x.shape[0] <= MAX_TOKENS
+        and x.dtype in DTYPES
+        and x.shape[1] % 128 == 0
+        and weight_NK.numel() < 2**31  # offsets are 32 bits wide
+        and x.is_contiguous()
+        and weight_NK.is_contiguous()
+        and _holds_tiles(x.device)
+    )
+
+
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, [T, N], added up in fp32 and rounded once."""
+    if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
+        return linear_triton(x_TK, weight_NK, bias_N)
+    return F.linear(x_TK, weight_NK, bias_N)
+
+
+def residual_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """`linear` for layers whose output goes into `add_rms_norm`, which takes either thing this returns.
+
+    [T, N], or fp32 [X, T, N] to be added up over X where the kernel splits K.
+    """
+    if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
+        if choose(*weight_NK.shape, _num_sms(x_TK.device), may_split=True).splits > 1:
+            return linear_split_triton(x_TK, weight_NK, bias_N)
+        return linear_triton(x_TK, weight_NK, bias_N)
+    return F.linear(x_TK, weight_NK, bias_N)
