@@ -13,6 +13,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from draftloop.kernels.argmax import argmax
 from draftloop.kvcache.rows import RowState
 from draftloop.request import SamplingParams
 
@@ -68,7 +69,7 @@ class SamplingRows:
 
 def greedy_tokens(logits_NV: Tensor) -> Tensor:
     """int64 [N]: the most likely token, the lowest id on ties."""
-    return logits_NV.argmax(-1)
+    return argmax(logits_NV)
 
 
 def probabilities(logits_NV: Tensor, rows: SamplingRows, *, truncate: bool = True) -> Tensor:

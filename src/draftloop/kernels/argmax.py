@@ -1,0 +1,79 @@
+"""The likeliest token of each row of logits.
+
+Two launches: every row is cut into chunks, so that one row too is read by many SMs.
+
+Shape suffixes: N rows, V vocabulary, C chunks of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
+
+CHUNK = 4096
+
+
+def argmax_torch(x_NV: Tensor) -> Tensor:
+    """Reference of `argmax`."""
+    return x_NV.argmax(-1)
+
+
+@jit()
+def _chunk_kernel(x_ptr, best_ptr, x_stride, size, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """One row, one chunk: value and index of the best element in one integer that compares as they do."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    live = index < size
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_stride + index, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # Integers in the order of the floats: -0.0 ties with 0.0, and NaN is above all, as for torch.
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = tl.where(x != x, 0x7FFFFFFF, key)
+    # of equal values the lowest index wins
+    packed = (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    # lower than any: the key of -inf is higher
+    packed = tl.where(live, packed, -0x7FFFFFFFFFFFFFFF)
+    tl.store(best_ptr + row * tl.num_programs(1) + chunk, tl.max(packed, 0))
+
+
+@jit()
+def _combine_kernel(best_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One row: the index of the best chunk's best element."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    best = tl.load(best_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=-0x7FFFFFFFFFFFFFFF)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out_ptr + row, 0x7FFFFFFF - (tl.max(best, 0) & 0x7FFFFFFF))
+
+
+def argmax_triton(x_NV: Tensor) -> Tensor:
+    """Twin of `argmax_torch`. Rows may be strided."""
+    num_rows, size = x_NV.shape
+    assert x_NV.stride(1) == 1
+    assert 0 < size < 2**31
+    out_N = torch.empty(num_rows, dtype=torch.int64, device=x_NV.device)
+    num_chunks = -(-size // CHUNK)
+    best_NC = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=x_NV.device)
+    options = pdl_options(x_NV.device)
+    if num_rows:
+        _chunk_kernel[(num_rows, num_chunks)](x_NV, best_NC, x_NV.stride(0), size, CHUNK=CHUNK, num_warps=4, **options)
+        block = next_power_of_2(num_chunks)
+        _combine_kernel[(num_rows,)](best_NC, out_N, num_chunks, BLOCK=block, num_warps=1, **options)
+    return out_N
+
+
+def argmax(x: Tensor) -> Tensor:
+    """int64: index of the largest element along the last dimension, the lowest one on ties; NaN is the largest."""
+    if x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.stride(-1) == 1:
+        return argmax_triton(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
+    return x.argmax(-1)
