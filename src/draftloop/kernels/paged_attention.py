@@ -60,12 +60,15 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One block of query tokens of one row, one key/value head, one split of the row's keys."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
     if UNIFORM:
         blocks_per_row = tl.cdiv(query_len, BLOCK_Q)
@@ -157,6 +160,8 @@ def _attend_kernel(
         key = next_key
         page = next_page
 
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     divisor = tl.where(total == 0.0, 1.0, total)
     result = acc / divisor[:, None]
     if NUM_SPLITS == 1:
@@ -197,6 +202,8 @@ def _combine_kernel(
     partial = tl.load(
         partial_ptr + index[:, None] * HEAD_DIM + d[None, :], mask=full[:, None] & (d < HEAD_DIM)[None, :], other=0.0
     )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     peak = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
     total = tl.sum(weight, 0)
@@ -277,7 +284,7 @@ def paged_attention_triton(
 
     `tiles` None: as `choose_tiles` says; given by tests and by the sweep that the choice comes from.
 
-    `pdl` launches the combining kernel before the first one has drained (compute capability 9.0 on).
+    `pdl` launches the kernels before what runs in front of them has drained (compute capability 9.0 on).
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     page_size, num_kv_heads = kv_2PSGD.shape[2:4]
@@ -304,6 +311,7 @@ def paged_attention_triton(
         partial = torch.empty(num_tokens, num_heads, splits, head_dim, dtype=torch.float32, device=q_THD.device)
         lse = torch.empty(num_tokens, num_heads, splits, dtype=torch.float32, device=q_THD.device)
     block_d = next_power_of_2(head_dim)
+    options = {"launch_pdl": True} if pdl and not INTERPRETED else {}
     _attend_kernel[(tiles.num_blocks, num_kv_heads, splits)](
         q_THD,
         keys,
@@ -339,13 +347,14 @@ def paged_attention_triton(
         BLOCK_N=tiles.block_n,
         BLOCK_D=block_d,
         BLOCK_R=16 if query_len else next_power_of_2(max(16, num_rows + 1)),
+        PDL=bool(options),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **options,
     )
     if splits == 1:
         return
     block_x = next_power_of_2(splits)
-    options = {} if INTERPRETED or not pdl else {"launch_pdl": True}
     _combine_kernel[(num_tokens, num_heads)](
         partial,
         lse,
