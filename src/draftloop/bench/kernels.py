@@ -18,6 +18,16 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch, Attention
 from draftloop.attention.registry import attention_backend
 from draftloop.attention.triton import TritonBackend
 from draftloop.kernels import paged_attention
+from draftloop.kernels.argmax import argmax, argmax_torch
+from draftloop.kernels.linear import (
+    SHARED_BYTES,
+    Tiles,
+    linear,
+    linear_split_triton,
+    linear_torch,
+    linear_triton,
+    residual_linear,
+)
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.kernels.silu_mul import silu_mul
@@ -44,6 +54,24 @@ ATTENTION_CASES = [
     (32, 1, 1024, 16),
     (32, 6, 1024, 16),
     (128, 6, 1024, 16),
+]
+LINEAR_CASES = [
+    # name, columns, size, whether the residual norm follows
+    ("qkv", 6144, 4096, False),
+    ("o", 4096, 4096, True),
+    ("gate_up", 28672, 4096, False),
+    ("down", 4096, 14336, True),
+    ("lm_head", 128256, 4096, False),
+    # a draft model of 1B parameters
+    ("1b.qkv", 3072, 2048, False),
+    ("1b.o", 2048, 2048, True),
+    ("1b.gate_up", 16384, 2048, False),
+    ("1b.down", 2048, 8192, True),
+    ("1b.lm_head", 128256, 2048, False),
+    # a draft head over the hidden states of three layers
+    ("head.fc", 4096, 12288, False),
+    ("head.qkv", 6144, 8192, False),
+    ("head.lm_head", 32000, 4096, False),
 ]
 PREFILL_CASES = [
     # tokens of one prompt, keys before it
@@ -223,12 +251,65 @@ def small_rows(num_tokens: int, device: torch.device) -> list[dict[str, Any]]:
     ]
 
 
+def cold_weights(columns: int, size: int, device: torch.device) -> list[torch.Tensor]:
+    sets = max(1, -(-COLD_BYTES // (columns * size * DTYPE.itemsize)))
+    return [torch.randn(columns, size, dtype=DTYPE, device=device) for _ in range(sets)]
+
+
+def linear_rows(num_tokens: int, device: torch.device) -> list[dict[str, Any]]:
+    """Every layer by our kernel and by cuBLAS. The sums of split layers are added up by the norm, not here."""
+    rows = []
+    for name, columns, size, residual in LINEAR_CASES:
+        x, weights = torch.randn(num_tokens, size, dtype=DTYPE, device=device), cold_weights(columns, size, device)
+        shape = f"{name} T={num_tokens} N={columns} K={size}"
+        num_bytes = (weights[0].numel() + num_tokens * (size + columns)) * DTYPE.itemsize
+        operations = 2 * num_tokens * columns * size
+        for kind, run in (("", residual_linear if residual else linear), (".cublas", linear_torch)):
+            calls = [lambda run=run, x=x, weight=weight: run(x, weight) for weight in weights]
+            rows.append(make_row(f"linear{kind}", shape, num_bytes, calls, num_operations=operations))
+    return rows
+
+
+@torch.inference_mode()
+def sweep_linear(
+    device: torch.device, columns: int, size: int, num_tokens: int = 6, *, may_split: bool
+) -> list[tuple[float, Tiles]]:
+    """(us, tiles), fastest first: what `linear.choose` is set by."""
+    x, weights = torch.randn(num_tokens, size, dtype=DTYPE, device=device), cold_weights(columns, size, device)
+    run, splits = (linear_split_triton, (1, 2, 4, 8)) if may_split else (linear_triton, (1,))
+    results = []
+    for options in itertools.product((16, 32, 64, 128), (128, 256, 512), splits, (4, 8), (3, 4, 5)):
+        tiles = Tiles(*options)
+        programs = -(-columns // tiles.block_n) * tiles.splits
+        shared = (tiles.block_n + 16) * tiles.block_k * DTYPE.itemsize * tiles.num_stages
+        if size % (tiles.block_k * tiles.splits) or shared > SHARED_BYTES or not 100 <= programs <= 2100:
+            continue
+        calls = [lambda weight=weight, tiles=tiles: run(x, weight, tiles=tiles) for weight in weights]
+        # shared memory may not suffice after all: such tiles are no candidates
+        with contextlib.suppress(Exception):
+            results.append((time_us(calls, repeats=5)[0], tiles))
+    return sorted(results)
+
+
+def argmax_rows(num_tokens: int, device: torch.device) -> list[dict[str, Any]]:
+    """Over logits that the last linear layer has just written."""
+    logits = torch.randn(num_tokens, 128256, dtype=DTYPE, device=device)
+    shape, num_bytes = f"N={num_tokens} V=128256", logits.numel() * DTYPE.itemsize
+    return [
+        make_row("argmax", shape, num_bytes, [lambda: argmax(logits)]),
+        make_row("argmax.torch", shape, num_bytes, [lambda: argmax_torch(logits)]),
+    ]
+
+
 @torch.inference_mode()
 def kernel_rows(device: torch.device, backends: Sequence[str] = ("triton",)) -> list[dict[str, Any]]:
     """One row per kernel and shape; times and floors in microseconds. Needs a CUDA device."""
     rows = []
     for num_tokens in (1, 6, 192, 768):
         rows += small_rows(num_tokens, device)
+    for num_tokens in (1, 6, 32):
+        rows += linear_rows(num_tokens, device)
+        rows += argmax_rows(num_tokens, device)
     for name in backends:
         for batch, query_len, kv_len, page_size in ATTENTION_CASES:
             rows.append(attention_row(name, batch, query_len, kv_len, page_size, uniform=True, device=device))
