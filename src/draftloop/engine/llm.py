@@ -33,12 +33,13 @@ class LLM:
         self.config = EngineConfig.from_mapping(model=model, **settings)
         self._engine: Engine | None = start(self.config)
         self._ids = itertools.count()
+        self._streams: dict[str, RequestOutput] = {}
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
         """The same from a ready configuration."""
         llm = cls.__new__(cls)
-        llm.config, llm._engine, llm._ids = config, start(config), itertools.count()
+        llm.config, llm._engine, llm._ids, llm._streams = config, start(config), itertools.count(), {}
         return llm
 
     # ---- answers ----------------------------------------------------------------------------
@@ -77,7 +78,7 @@ class LLM:
         with tqdm(total=len(added), desc="Answering", disable=not use_tqdm) as bar:
             try:
                 while not self.engine.core.idle:
-                    for sequence, text in self.engine.core.step():
+                    for sequence, text in self._step():
                         if sequence.finish_reason is not None and sequence.request_id in outputs:
                             _fill(outputs[sequence.request_id], sequence, text)
                             bar.update()
@@ -109,16 +110,31 @@ class LLM:
             prompt = self._render(prompt)  # type: ignore[arg-type]
         request_id = self._next_id()
         output = self._add(request_id, prompt, sampling_params or SamplingParams(), speculation)  # type: ignore[arg-type]
+        self._streams[request_id] = output
+        num_seen = 0
         try:
-            while not output.finished:
-                for sequence, text in self.engine.core.step():
-                    if sequence.request_id == request_id:
-                        _fill(output, sequence, text)
-                        yield output
+            while not output.finished or len(output.outputs[0].token_ids) > num_seen:
+                if len(output.outputs[0].token_ids) > num_seen:  # whoever made the step
+                    num_seen = len(output.outputs[0].token_ids)
+                    yield output
+                elif self.engine.core.idle:
+                    return  # aborted from outside
+                else:
+                    self._step()
         finally:
-            self.engine.core.abort(request_id)
-            while not self.engine.core.idle:  # let what is in flight land before the next request
-                self.engine.core.step()
+            del self._streams[request_id]
+            if self._engine is not None:
+                self._engine.core.abort(request_id)
+                while self._engine.core.scheduler.idle and not self._engine.core.idle:
+                    self._engine.core.step()  # what is in flight lands, where nobody else is served
+
+    def _step(self) -> list[tuple[Running, str]]:
+        """Step the engine, and bring open streams up to date, whoever it is that steps."""
+        changed = self.engine.core.step()
+        for sequence, text in changed:
+            if stream := self._streams.get(sequence.request_id):
+                _fill(stream, sequence, text)
+        return changed
 
     def _next_id(self) -> str:
         return str(next(self._ids))
