@@ -20,6 +20,10 @@ _OURS = "DRAFTLOOP_"
 _KEPT = ("DRAFTLOOP_POISON", "DRAFTLOOP_CACHE_ROOT")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-combination", action="store_true", help="run test matrices whole, not a selection")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for name in [n for n in os.environ if n.startswith(_OURS) and n not in _KEPT]:
         del os.environ[name]

@@ -10,8 +10,11 @@ per page, M rows of the engine, N pages per row, Q tokens of one row.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport
@@ -136,8 +139,9 @@ def paged_attention(
     scale: float,
 ) -> None:
     """Body of `draftloop::paged_attention`. `query_len` > 0: every row has that many tokens; 0: ragged."""
-    # a tape refuses host reads while it records; those below happen again at every replay
-    with torch._C.DisableTorchFunction():
+    # a tape refuses host reads while it records; those below happen again at every replay.
+    # torch's memory-efficient CUDA kernel wants aligned masks, which odd lengths do not give
+    with torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH) if q_THD.is_cuda else nullcontext():
         kv_lens = kv_lens_R.tolist()
         starts = range(0, query_len * (len(kv_lens) + 1), query_len) if query_len else query_starts_R1.tolist()
         for entry, row in enumerate(rows_R.tolist()):

@@ -157,7 +157,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         largest_rows=resolved.max_num_seqs,
         largest_tokens=resolved.max_num_batched_tokens,
         require_graphs=resolved.require_graphs,
-        poison_more=lambda: pool.poison(pages.free_pages),
+        poison_more=lambda: pool.poison(pages.newly_free()),
     )
     clock.lap("memory")
     _capture(table, show=show)

@@ -16,6 +16,7 @@ class PageAllocator:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         self._free = deque(range(1, num_pages))
+        self._newly_free = set(self._free)
 
     @property
     def num_free(self) -> int:
@@ -24,6 +25,11 @@ class PageAllocator:
     @property
     def free_pages(self) -> list[int]:
         return list(self._free)
+
+    def newly_free(self) -> list[int]:
+        """Pages freed since the last call, or never used; for poison mode."""
+        pages, self._newly_free = list(self._newly_free), set()
+        return pages
 
     @property
     def capacity(self) -> int:
@@ -37,8 +43,11 @@ class PageAllocator:
         """Take pages. Raises CapacityError if there are not enough."""
         if count > len(self._free):
             raise CapacityError(f"{count} pages needed, {len(self._free)} of {self.capacity} free")
-        return [self._free.popleft() for _ in range(count)]
+        pages = [self._free.popleft() for _ in range(count)]
+        self._newly_free.difference_update(pages)
+        return pages
 
     def free(self, pages: list[int]) -> None:
         assert not set(pages) & set(self._free), "a page was freed twice"
         self._free.extend(pages)
+        self._newly_free.update(pages)

@@ -46,7 +46,7 @@ class CachePool:
         return sum(cache.nbytes for cache in self.caches)
 
     def poison(self, pages: Sequence[int]) -> None:
-        """Fill pages that belong to nobody with NaN, so that reading them shows."""
+        """Fill pages that belong to nobody, and the null page, with NaN, so that reading them shows."""
         for cache in self.caches:
             cache.index_fill_(2, torch.tensor([0, *pages], device=cache.device), float("nan"))
 
