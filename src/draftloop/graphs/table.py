@@ -144,12 +144,12 @@ class GraphTable:
         Raises GraphError if a phase cannot be captured although it says so, or if graphs are
         required and the configuration's largest batch has none.
         """
-        keys = self.keys()
-        with self.recorder.recording():
-            self._record(keys, progress)
         if self.require_graphs and (gaps := self.uncovered()):
             lines = "; ".join(f"{name}: {why}" for name, why in gaps.items())
             raise GraphError(f"--require-graphs: not every phase is covered. {lines}")
+        keys = self.keys()
+        with self.recorder.recording():
+            self._record(keys, progress)
 
     def _record(self, keys: list[Key], progress: Callable[[Key, int], None] | None) -> None:
         for key in keys:
