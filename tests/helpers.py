@@ -110,7 +110,14 @@ def _folder() -> Path:
 
 @functools.cache
 def tiny_model(
-    name: str = "target", *, vocab: int = VOCAB, noise: float = 0.0, seed: int = 0, words: str = "", eos: int = NO_EOS
+    name: str = "target",
+    *,
+    vocab: int = VOCAB,
+    noise: float = 0.0,
+    seed: int = 0,
+    words: str = "",
+    eos: int = NO_EOS,
+    max_len: int = MAX_LEN,
 ) -> str:
     """Folder of a two-layer Llama in fp32.
 
@@ -128,7 +135,7 @@ def tiny_model(
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": MAX_LEN,
+        "max_position_embeddings": max_len,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

@@ -43,7 +43,7 @@ def config(name: str, index: int) -> dict:
 
 def drafting(name: str, index: int, **settings) -> LLM:
     """An engine with few captured sizes, so that most batches are padded: 1 to 2 rows, 3 to 8, 7 to 8."""
-    return engine(speculative_config=config(name, index), cudagraph_capture_sizes=(2, 8), **settings)
+    return engine(speculative_config=config(name, index), **{"cudagraph_capture_sizes": (2, 8), **settings})
 
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS))
@@ -235,6 +235,30 @@ def test_forced_acceptance_has_the_length_that_was_asked_for(name, index):
     # some 280 steps of standard deviation about 1.2
     assert metrics["mean_acceptance_length"] == pytest.approx(settings["synthetic_acceptance_length"], abs=0.25)
     assert all(len(output.outputs[0].token_ids) == 100 for output in outputs)
+
+
+@pytest.mark.parametrize(("name", "index"), OVERLAPPING)
+def test_a_row_is_reused_while_a_step_of_its_last_owner_is_in_flight(name, index):
+    """Answers end where the host could not foresee it, so at depth 2 each ended row runs once more."""
+    llm = drafting(
+        name,
+        index,
+        max_num_seqs=4,
+        cudagraph_capture_sizes=(4,),
+        async_scheduling=True,
+        max_num_batched_tokens=24,
+        poison=True,
+    )
+    asked, params, expected = prompts(16), [], []
+    for i, prompt in enumerate(asked):
+        text = oracle(prompt, 24)
+        stop = text[3 + i]
+        params.append(greedy(24, stop_token_ids=(stop,)))
+        expected.append(text[: text.index(stop) + 1])
+    outputs = llm.generate(asked, params)
+    assert answers(outputs) == expected
+    assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+    assert_all_free(llm)
 
 
 @pytest.mark.parametrize(("name", "index"), OVERLAPPING)

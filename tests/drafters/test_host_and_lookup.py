@@ -158,6 +158,17 @@ def test_drafts_are_looked_up_in_all_that_was_accepted(low, high):
     assert set(found) == {True, False}
 
 
+def test_a_step_without_drafts_costs_what_plain_decoding_costs():
+    llm = lookup_engine(1, 3)
+    assert answers(llm.generate(prompts(6)[5], greedy(60))) == [oracle(prompts(6)[5], 60)]
+    replays, metrics = llm.get_graph_report().replays, llm.get_metrics()
+    assert replays["target.verify"] == metrics["spec_decode_num_drafts"] > 0
+    assert replays["target.decode"] > 0
+    steps = replays["target.verify"] + replays["target.decode"]
+    assert steps <= 59 - metrics["spec_decode_num_accepted_tokens"]
+    assert replays["ngram.draft"] == steps + 1, "it looks again after every step"
+
+
 @pytest.mark.parametrize(
     ("spec", "low", "high"),
     [
