@@ -23,6 +23,6 @@ if [ "$what" != tests ]; then
     -sc "{\"method\":\"draft_model\",\"model\":\"llama-3.2-1b\",\"num_speculative_tokens\":4,$synthetic}"
 fi
 if [ "$what" != bench ]; then
-  "$python" -m pytest -m gpu -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
+  "$python" -m pytest -m gpu -n 4 -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
 fi
 exit "$failed"

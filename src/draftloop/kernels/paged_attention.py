@@ -24,7 +24,7 @@ CTAS_PER_SM = 2
 """How many programs an SM holds at once with the tiles below; also what hides the latency of loads."""
 
 
-@jit("num_rows", "num_tokens", "table_width", "query_len")
+@jit("num_rows", "num_tokens", "table_width", "query_len", "num_splits")
 def _attend_kernel(
     q_ptr,
     k_ptr,
@@ -40,6 +40,7 @@ def _attend_kernel(
     num_tokens,
     table_width,
     query_len,  # of every row, if UNIFORM
+    num_splits,
     scale_log2,
     q_stride_t,
     q_stride_h,
@@ -55,7 +56,7 @@ def _attend_kernel(
     UNIFORM: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # num_splits > 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -118,8 +119,8 @@ def _attend_kernel(
     if WINDOW > 0:
         first_block = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N
     num_blocks = tl.maximum(tl.cdiv(end_key, BLOCK_N) - first_block, 0)
-    begin = first_block + num_blocks * split // NUM_SPLITS
-    end = first_block + num_blocks * (split + 1) // NUM_SPLITS
+    begin = first_block + num_blocks * split // num_splits
+    end = first_block + num_blocks * (split + 1) // num_splits
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -164,27 +165,27 @@ def _attend_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     divisor = tl.where(total == 0.0, 1.0, total)
     result = acc / divisor[:, None]
-    if NUM_SPLITS == 1:
+    if not SPLIT:
         out_offset = (token * out_stride_t + head * out_stride_h)[:, None] + d[None, :]
         tl.store(out_ptr + out_offset, result.to(out_ptr.dtype.element_ty), mask=m_live[:, None] & d_live[None, :])
     else:
         # an empty split has a log-sum-exp of -inf; its result is never read
-        index = (token * NUM_HEADS + head) * NUM_SPLITS + split
+        index = (token * NUM_HEADS + head) * num_splits + split
         tl.store(lse_ptr + index, peak + tl.log2(divisor), mask=m_live)
         partial_live = (m_live & (total > 0.0))[:, None] & d_live[None, :]
         tl.store(partial_ptr + index[:, None] * HEAD_DIM + d[None, :], result, mask=partial_live)
 
 
-@jit()
+@jit("num_splits")
 def _combine_kernel(
     partial_ptr,
     lse_ptr,
     out_ptr,
     out_stride_t,
     out_stride_h,
+    num_splits,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
@@ -196,8 +197,8 @@ def _combine_kernel(
         tl.extra.cuda.gdc_wait()
     x = tl.arange(0, BLOCK_X)
     d = tl.arange(0, BLOCK_D)
-    index = (token * NUM_HEADS + head) * NUM_SPLITS + x
-    lse = tl.load(lse_ptr + index, mask=x < NUM_SPLITS, other=float("-inf"))
+    index = (token * NUM_HEADS + head) * num_splits + x
+    lse = tl.load(lse_ptr + index, mask=x < num_splits, other=float("-inf"))
     full = lse > float("-inf")
     partial = tl.load(
         partial_ptr + index[:, None] * HEAD_DIM + d[None, :], mask=full[:, None] & (d < HEAD_DIM)[None, :], other=0.0
@@ -327,6 +328,7 @@ def paged_attention_triton(
         num_tokens,
         page_table_MN.stride(0),
         query_len,
+        splits,
         scale * 1.4426950408889634,  # log2(e): the kernel works with powers of 2
         q_THD.stride(0),
         q_THD.stride(1),
@@ -342,7 +344,7 @@ def paged_attention_triton(
         UNIFORM=query_len > 0,
         CAUSAL=causal,
         WINDOW=window,
-        NUM_SPLITS=splits,
+        SPLIT=splits > 1,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=block_d,
@@ -361,9 +363,9 @@ def paged_attention_triton(
         out_THD,
         out_THD.stride(0),
         out_THD.stride(1),
+        splits,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        NUM_SPLITS=splits,
         BLOCK_D=block_d,
         BLOCK_X=block_x,
         PDL=bool(options),
