@@ -17,7 +17,7 @@ from draftloop.graphs.table import GraphTable
 from helpers import MODES, make_table
 
 QUERY = 3
-relaxed = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def inputs_for(rows: int, generator: torch.Generator, device: str, padded: int | None = None) -> dict[str, Tensor]:

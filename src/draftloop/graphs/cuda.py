@@ -64,7 +64,7 @@ class CudaRecorder(Recorder):
     def _break(self, program: CudaProgram, call: Call) -> None:
         self._end(program)
         call()
-        program.steps.append(call)
+        program.steps.append(torch.inference_mode()(call))  # it writes tensors that were made in that mode
         self._begin(program)
 
     @staticmethod
