@@ -9,6 +9,7 @@ import pytest
 
 from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.llm import LLM
+from draftloop.request import SamplingParams
 from helpers import (
     MODES,
     answers,
@@ -208,10 +209,8 @@ def test_rows_without_temperature_are_greedy_beside_others_that_sample(name, ind
     assert [outputs[0], outputs[2]] == [oracle(asked[0], 20), oracle(asked[2], 20)]
 
 
-def sampled(temperature: float = 1.0, **options):
-    from draftloop.request import SamplingParams
-
-    return SamplingParams(temperature=temperature, max_tokens=20, seed=7, **options)
+def sampled(temperature: float = 1.0, **options) -> SamplingParams:
+    return SamplingParams(**{"temperature": temperature, "max_tokens": 20, "seed": 7, **options})
 
 
 @pytest.mark.parametrize(("name", "index"), LOSSLESS)
@@ -224,6 +223,16 @@ def test_a_seed_gives_the_same_tokens_alone_and_beside_neighbours(name, index):
     beside = answers(llm.generate(asked, neighbours))[2]
     assert alone == again == beside
     assert alone != answers(llm.generate(asked[2], sampled(min_p=0.5)))[0], "the parameters reach the sampler"
+
+
+@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+def test_no_noise_is_used_for_two_positions(name, index):
+    """Tokens are nearly uniform at this temperature, so noise that comes again shows as tokens that come again."""
+    llm = drafting(name, index, cudagraph_mode="FULL")
+    (tokens,) = answers(llm.generate(prompts(1)[0], sampled(10_000.0, max_tokens=100)))
+    for distance in range(1, 9):
+        again = sum(one == other for one, other in zip(tokens, tokens[distance:], strict=False))
+        assert again <= 6, (distance, "expected is one in 160")
 
 
 @pytest.mark.parametrize(("name", "index"), FORCED)
