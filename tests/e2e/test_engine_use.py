@@ -127,8 +127,6 @@ def test_aborting_what_is_unknown_or_over_does_nothing(plain):
         ({"cudagraph_mode": "FULL_AND_PIECEWISE", "require_graphs": True, "cudagraph_capture_sizes": (4,)},
          ConfigError, "ends at 4, below max_num_seqs 8"),
         ({"cudagraph_mode": "NONE", "require_graphs": True}, ConfigError, "leave one out"),
-        ({"cudagraph_mode": "FULL_DECODE_ONLY", "require_graphs": True, "speculative_config": NGRAM},
-         GraphError, "target.prefill: cudagraph_mode is FULL_DECODE_ONLY"),
         ({"cudagraph_mode": "PIECEWISE", "require_graphs": True, "speculative_config": SELF_DRAFT},
          GraphError, "draft.decode: "),
     ],

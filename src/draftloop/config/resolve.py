@@ -30,12 +30,6 @@ class Facts:
     """Type of the checkpoint's weights: float32, bfloat16 or float16."""
     num_speculative_tokens: int = 0
     """K, 0 without speculation."""
-    uniform_graphs: bool = True
-    """The attention backend can be captured where every row has the same number of tokens."""
-    ragged_graphs: bool = True
-    """The attention backend can be captured where lengths are known only on the device."""
-    graph_reason: str = ""
-    """Why the backend cannot, where it cannot."""
     host_drafter: bool = False
     """The drafter needs the accepted tokens on the host before it can draft."""
 
@@ -154,9 +148,7 @@ class _Resolver:
         return self.choose("block_size", 16, "little waste per request")
 
     def graph_mode(self, device: str) -> GraphModeName:
-        return self._narrow(self._asked_mode(device))
-
-    def _asked_mode(self, device: str) -> GraphModeName:
+        """The user's mode, never widened. What a phase cannot do is settled, and said, phase by phase."""
         asked, required = self.config.cudagraph_mode, self.config.require_graphs
         if self.config.enforce_eager:
             if asked not in ("auto", "NONE"):
@@ -172,20 +164,6 @@ class _Resolver:
             reason = "decode as one graph, prompts as pieces between attention calls"
             return self.choose("cudagraph_mode", "FULL_AND_PIECEWISE", reason)
         return self.choose("cudagraph_mode", "FULL_DECODE_ONLY", "prompts gain nothing from a tape on a CPU")
-
-    def _narrow(self, mode: GraphModeName) -> GraphModeName:
-        """What is left of a mode with this attention backend: less where it must be, never more."""
-        left = mode
-        if not self.facts.uniform_graphs:
-            left = {"FULL": "NONE", "FULL_DECODE_ONLY": "NONE", "FULL_AND_PIECEWISE": "PIECEWISE"}.get(mode, mode)
-        elif not self.facts.ragged_graphs and mode == "FULL":
-            left = "FULL_DECODE_ONLY"
-        if left == mode:
-            return mode
-        why = self.facts.graph_reason or "the attention backend cannot be captured for it"
-        if self.config.require_graphs:
-            raise ConfigError(f"cudagraph_mode {mode!r} comes down to {left!r} ({why}), but require_graphs is set")
-        return self.choose("cudagraph_mode", left, f"{mode} was wanted, but {why}")
 
     def row_buckets(self, device: str) -> tuple[int, ...]:
         most, asked = self.config.max_num_seqs, self.config.cudagraph_capture_sizes

@@ -246,18 +246,25 @@ def _recorder(device: torch.device) -> Recorder:
         from draftloop.graphs.cuda import CudaRecorder
 
         return CudaRecorder(device)
-    return TapeRecorder()
+    return TapeRecorder(on_first_use=True)
 
 
 def _capture(table: GraphTable, *, show: bool) -> None:
-    keys = table.keys()
-    with tqdm(total=len(keys), desc="Capturing graphs", disable=None if show and keys else True, leave=False) as bar:
+    total = 0 if table.recorder.on_first_use else len(table.keys())
+    hide = None if show and total else True  # None: shown on terminals only
+    with (
+        tqdm(total=total, desc="Compiling kernels", disable=hide, leave=False) as warm_bar,
+        tqdm(total=total, desc="Capturing graphs", disable=hide, leave=False) as bar,
+    ):
 
         def progress(key: Key, total: int) -> None:
             bar.set_postfix_str(f"{key.phase}, {key.rows} rows, {key.tokens} tokens")
             bar.update()
 
-        table.capture(progress)
+        def warmed() -> None:
+            warm_bar.update()
+
+        table.capture(progress, warmed)
 
 
 def _tokenizer(config: EngineConfig, source: ModelSource) -> Any:

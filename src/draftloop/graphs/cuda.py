@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Generator
+import os
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from draftloop.errors import GraphError
 from draftloop.graphs.program import Body, Call, Program, Recorder
+
+WARM_UP_THREADS = 8
+"""Compiling a kernel is mostly C++ outside of Python's lock."""
 
 
 class CudaProgram(Program):
@@ -37,12 +43,34 @@ class CudaRecorder(Recorder):
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
+    def warm_up(self, bodies: Sequence[Body], done: Callable[[], None]) -> None:
+        """Compiles kernels, many at a time, and lets libraries allocate outside of the pool.
+
+        Bodies run side by side on the same buffers. That is harmless: they hold nothing but padding,
+        and no value they compute is used.
+        """
+        torch.cuda.synchronize(self.device)
+        local = threading.local()
+
+        def run(body: Body) -> None:
+            if not hasattr(local, "stream"):
+                local.stream = torch.cuda.Stream(self.device)
+            with torch.inference_mode(), torch.cuda.stream(local.stream):
+                body(_in_place)
+
+        with ThreadPoolExecutor(max_workers=min(WARM_UP_THREADS, os.cpu_count() or 1)) as pool:
+            for future in [pool.submit(run, body) for body in bodies]:
+                future.result()
+                done()
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            bodies[-1](_in_place)  # libraries keep a workspace for each stream
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
     def record(self, body: Body, *, piecewise: bool) -> CudaProgram:
         program = CudaProgram(self)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.inference_mode(), torch.cuda.stream(self.stream):
-            body(_in_place)  # compiles kernels and lets libraries allocate outside of the pool
-            self.stream.synchronize()
             self._begin(program)
             try:
                 body((lambda call: self._break(program, call)) if piecewise else _in_place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 Call = Callable[[], None]
@@ -27,9 +27,15 @@ class Program(ABC):
 class Recorder(ABC):
     """Records programs on one device; they share memory, since they never run at the same time."""
 
+    on_first_use: bool = False
+    """Record a size when it is first run: where recording is running, that costs nothing."""
+
     @abstractmethod
     def record(self, body: Body, *, piecewise: bool) -> Program:
-        """Warm up, then record `body`. Raises GraphError if it cannot be recorded."""
+        """Record `body`, which has been warmed up. Raises GraphError if it cannot be recorded."""
+
+    def warm_up(self, bodies: Sequence[Body], done: Callable[[], None]) -> None:
+        """Run each body once as it is, calling `done` after each, so that nothing is compiled while recording."""
 
     @abstractmethod
     def time_ms(self, program: Program) -> float:

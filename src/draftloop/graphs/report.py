@@ -18,7 +18,7 @@ class CoverageRow:
     reason: str
     """Why there is no graph."""
     ms: float | None
-    """One replay at start-up."""
+    """One replay at start-up; None where a size is recorded on first use."""
     mib: float | None
     """Graph memory that this capture added to the shared pool."""
     replays: int
@@ -62,7 +62,8 @@ class GraphReport:
                 ragged = len({row.rows for row in graphs}) == 1 and len({row.tokens for row in graphs}) > 1
                 unit, sizes = ("tokens", [r.tokens for r in graphs]) if ragged else ("rows", [r.rows for r in graphs])
                 span = f"{unit} {_sizes(sizes)}"
-                ms = f"{graphs[0].ms:.2f}..{graphs[-1].ms:.2f}" if len(graphs) > 1 else f"{graphs[0].ms:.2f}"
+                times = [f"{row.ms:.2f}" for row in (graphs[0], graphs[-1])[: len(graphs)] if row.ms is not None]
+                ms = "..".join(times) or "first use"
                 mib = f"{sum(row.mib or 0 for row in graphs):.0f}"
             else:
                 span = ms = mib = "-"

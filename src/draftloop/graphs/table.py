@@ -13,7 +13,7 @@ from torch import Tensor
 from draftloop.errors import GraphError
 from draftloop.graphs.buffers import Buffers
 from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Phase, settle_mode
-from draftloop.graphs.program import Attend, Call, Program, Recorder
+from draftloop.graphs.program import Attend, Body, Call, Program, Recorder
 from draftloop.graphs.report import CoverageRow, GraphReport
 
 
@@ -31,9 +31,10 @@ class Ladders:
 
 @dataclass(kw_only=True)
 class _Entry:
-    """What is known of one phase or, with a program, of one captured size."""
+    """What is known of one size that is captured."""
 
     program: Program | None = None
+    """None until the first use, where the recorder works that way."""
     ms: float | None = None
     mib: float | None = None
     replays: int = 0
@@ -138,8 +139,10 @@ class GraphTable:
 
     # ---- capture ----------------------------------------------------------------------------
 
-    def capture(self, progress: Callable[[Key, int], None] | None = None) -> None:
-        """Capture every key. `progress(key, total)` is called before each.
+    def capture(
+        self, progress: Callable[[Key, int], None] | None = None, warmed: Callable[[], None] | None = None
+    ) -> None:
+        """Capture every key. `warmed()` is called after each warm-up, `progress(key, total)` before each capture.
 
         Raises GraphError if a phase cannot be captured although it says so, or if graphs are
         required and the configuration's largest batch has none.
@@ -148,37 +151,54 @@ class GraphTable:
             lines = "; ".join(f"{name}: {why}" for name, why in gaps.items())
             raise GraphError(f"--require-graphs: not every phase is covered. {lines}")
         keys = self.keys()
+        self._entries = {key: _Entry() for key in keys}
+        if self.recorder.on_first_use:
+            return
         with self.recorder.recording():
-            self._record(keys, progress)
+            for key in keys:
+                self._pad_all(key)
+            self.recorder.warm_up([self._body(key) for key in keys], warmed or (lambda: None))
+            for key in keys:
+                if progress:
+                    progress(key, len(keys))
+                self._pad_all(key)
+                before = self.recorder.owned_bytes()
+                program = self._record(key)
+                mib = (self.recorder.owned_bytes() - before) / 2**20
+                self._entries[key] = _Entry(program=program, mib=mib, ms=self.recorder.time_ms(program))
 
-    def _record(self, keys: list[Key], progress: Callable[[Key, int], None] | None) -> None:
-        for key in keys:
-            if progress:
-                progress(key, len(keys))
-            phase = self._states[key.phase].phase
-            self.buffers.pad(phase, (0, 0), (key.rows, key.tokens), poison=False)
-            before = self.recorder.owned_bytes()
-            try:
-                program = self.recorder.record(
-                    lambda attend, key=key: self._call(key.phase, key.rows, key.tokens, attend),
-                    piecewise=key.mode is GraphMode.PIECEWISE,
-                )
-            except GraphError as error:
-                raise GraphError(f"phase {key.phase!r} at {key.rows} rows, {key.tokens} tokens: {error}") from error
-            mib = (self.recorder.owned_bytes() - before) / 2**20
-            self._entries[key] = _Entry(program=program, mib=mib, ms=self.recorder.time_ms(program))
+    def _record(self, key: Key) -> Program:
+        try:
+            return self.recorder.record(self._body(key), piecewise=key.mode is GraphMode.PIECEWISE)
+        except GraphError as error:
+            raise GraphError(f"phase {key.phase!r} at {key.rows} rows, {key.tokens} tokens: {error}") from error
+
+    def _body(self, key: Key) -> Body:
+        def body(attend: Attend) -> None:
+            self._call(key.phase, key.rows, key.tokens, attend)
+
+        return body
+
+    def _pad_all(self, key: Key) -> None:
+        """Make every entry padding: warm-up and capture touch no row of a request."""
+        self.buffers.pad(self._states[key.phase].phase, (0, 0), (key.rows, key.tokens), poison=False)
 
     def uncovered(self) -> dict[str, str]:
-        """Phases whose largest allowed batch has no graph, though the phase allows graphs, with the reason."""
+        """Phases whose largest allowed batch has no graph, though mode and phase allow graphs, with the reason."""
         gaps = {}
         for name, state in self._states.items():
-            if state.phase.modes == {GraphMode.NONE}:
+            if not self._owes_graphs(state):
                 continue
             tokens = self.largest_tokens if state.phase.ragged else None
             rows = self.ladders.prefill_rows if state.phase.ragged else self.largest_rows
             if self.key_for(name, rows, tokens) is None:
                 gaps[name] = self._why_eager(state, rows, tokens)
         return gaps
+
+    def _owes_graphs(self, state: _PhaseState) -> bool:
+        """True where the user's mode asks for graphs and the phase allows some."""
+        asked = self.setting.ragged if state.phase.ragged else self.setting.uniform
+        return asked is not GraphMode.NONE and state.phase.modes != {GraphMode.NONE}
 
     def _why_eager(self, state: _PhaseState, rows: int, tokens: int | None) -> str:
         if state.mode is GraphMode.NONE:
@@ -220,11 +240,13 @@ class GraphTable:
             self._run_eager(state, rows, live_tokens)
         else:
             entry = self._entries[key]
-            assert entry.program is not None
             self.buffers.pad(phase, (rows, live_tokens), (key.rows, key.tokens), poison=self.poison)
-            if self.poison:
-                entry.program.poison()
-            entry.program.replay()
+            if entry.program is None:
+                entry.program = self._record(key)  # which runs it
+            else:
+                if self.poison:
+                    entry.program.poison()
+                entry.program.replay()
             entry.replays += 1
         self.buffers.produced(phase, rows, live_tokens)
         return self.buffers.views(phase.outputs, rows, live_tokens)
@@ -234,7 +256,7 @@ class GraphTable:
         why = self._why_eager(state, rows, tokens if phase.ragged else None)
         if GraphMode.NONE not in phase.modes:
             raise GraphError(f"{phase.name}: {why}, and the phase does not allow eager")
-        if self.require_graphs and phase.modes != {GraphMode.NONE}:
+        if self.require_graphs and self._owes_graphs(state):
             raise GraphError(f"--require-graphs: {phase.name} would run eager: {why}")
         state.eager_runs[why] = state.eager_runs.get(why, 0) + 1
         with torch.inference_mode():

@@ -218,6 +218,9 @@ def _storages(tree: Any) -> set[int]:
 class TapeRecorder(Recorder):
     """Records phases on the CPU. There is nothing to warm up and no memory is kept."""
 
+    def __init__(self, *, on_first_use: bool = False) -> None:
+        self.on_first_use = on_first_use
+
     def record(self, body: Body, *, piecewise: bool) -> Tape:
         tape = Tape(static=piecewise)
         with torch.inference_mode(), _NoHostReads(), tape:
