@@ -118,6 +118,7 @@ def tiny_model(
     words: str = "",
     eos: int = NO_EOS,
     max_len: int = MAX_LEN,
+    hidden: int = HIDDEN,
 ) -> str:
     """Folder of a two-layer Llama in fp32.
 
@@ -130,8 +131,8 @@ def tiny_model(
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": vocab,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
@@ -145,7 +146,7 @@ def tiny_model(
         "eos_token_id": eos,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(vocab, noise, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(vocab, noise, seed, hidden), folder / "model.safetensors", metadata={"format": "pt"})
     if words:
         vocabulary = {f"{words}{i}": i for i in range(vocab)}
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": f"{words}0"}
@@ -156,32 +157,32 @@ def tiny_model(
     return str(folder)
 
 
-def _weights(vocab: int, noise: float, seed: int) -> dict[str, Tensor]:
+def _weights(vocab: int, noise: float, seed: int, hidden: int) -> dict[str, Tensor]:
     # drawn for the largest vocabulary and cut, so that models of unlike vocabularies agree on common ids
-    width, inner = HIDDEN // HEADS * KV_HEADS, 2 * HIDDEN
-    shapes = {"model.embed_tokens.weight": (512, HIDDEN), "lm_head.weight": (512, HIDDEN)}
+    width, inner = hidden // HEADS * KV_HEADS, 2 * hidden
+    shapes = {"model.embed_tokens.weight": (512, hidden), "lm_head.weight": (512, hidden)}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         shapes |= {
-            f"{prefix}self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-            f"{prefix}self_attn.k_proj.weight": (width, HIDDEN),
-            f"{prefix}self_attn.v_proj.weight": (width, HIDDEN),
-            f"{prefix}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-            f"{prefix}mlp.gate_proj.weight": (inner, HIDDEN),
-            f"{prefix}mlp.up_proj.weight": (inner, HIDDEN),
-            f"{prefix}mlp.down_proj.weight": (HIDDEN, inner),
+            f"{prefix}self_attn.q_proj.weight": (hidden, hidden),
+            f"{prefix}self_attn.k_proj.weight": (width, hidden),
+            f"{prefix}self_attn.v_proj.weight": (width, hidden),
+            f"{prefix}self_attn.o_proj.weight": (hidden, hidden),
+            f"{prefix}mlp.gate_proj.weight": (inner, hidden),
+            f"{prefix}mlp.up_proj.weight": (inner, hidden),
+            f"{prefix}mlp.down_proj.weight": (hidden, inner),
         }
     generator, other = (torch.Generator().manual_seed(s) for s in (seed, seed + 1000))
     weights = {}
     for key, shape in shapes.items():
-        std = 1.0 if "embed" in key else 0.6 if "lm_head" in key else 0.2
+        std = 1.0 if "embed" in key else (0.6 if "lm_head" in key else 0.2) * (HIDDEN / hidden) ** 0.5
         weight = torch.randn(shape, generator=generator) * std
         weight += torch.randn(shape, generator=other) * std * noise
-        weights[key] = weight[:vocab].clone() if shape[0] == 512 else weight
+        weights[key] = weight[:vocab].clone() if "embed" in key or "lm_head" in key else weight
     for layer in range(LAYERS):
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"model.layers.{layer}.{norm}.weight"] = torch.ones(HIDDEN)
-    weights["model.norm.weight"] = torch.ones(HIDDEN)
+            weights[f"model.layers.{layer}.{norm}.weight"] = torch.ones(hidden)
+    weights["model.norm.weight"] = torch.ones(hidden)
     return weights
 
 

@@ -49,6 +49,8 @@ class CudaRecorder(Recorder):
         Bodies run side by side on the same buffers. That is harmless: they hold nothing but padding,
         and no value they compute is used.
         """
+        if not bodies:
+            return
         torch.cuda.synchronize(self.device)
         local = threading.local()
 
@@ -91,6 +93,7 @@ class CudaRecorder(Recorder):
 
     def _break(self, program: CudaProgram, call: Call) -> None:
         self._end(program)
+        program.graphs[-1].replay()  # capturing computes nothing, and the call reads what the segment makes
         call()
         program.steps.append(torch.inference_mode()(call))  # it writes tensors that were made in that mode
         self._begin(program)

@@ -1,0 +1,137 @@
+"""The whole engine on each device: every real phase is the same captured as eager, and text does not change."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftloop.engine.llm import LLM
+from draftloop.graphs.phase import GraphMode, Key
+from draftloop.graphs.table import GraphTable
+from helpers import MODES, answers, assert_all_free, greedy, make_engine, prompts, tiny_model
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def target() -> str:
+    return tiny_model("wide", hidden=256)
+
+
+def near() -> str:
+    return tiny_model("wide-near", hidden=256, noise=0.06)
+
+
+CONFIGS = {
+    "none": None,
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+}
+
+
+def start(device: str, drafter: str, **settings) -> LLM:
+    spec = CONFIGS[drafter]
+    if drafter == "draft_model":
+        spec = {**spec, "model": near()}
+    return make_engine(target(), device=device, speculative_config=spec, cudagraph_capture_sizes=(2, 8), **settings)
+
+
+def everything(llm: LLM) -> dict[str, Tensor]:
+    """All memory that a phase may write: row state, caches without the null page, buffers."""
+    state, table = llm.engine.core.worker.state, llm.engine.table
+    found = {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
+    found |= {f"cache {i}": cache for i, cache in enumerate(llm.engine.pool.caches)}
+    return found | {f"buffer {name}": table.buffers[name] for p in table.phases.values() for name in p.outputs}
+
+
+def fill_slots(table: GraphTable, key: Key, generator: torch.Generator, padding_row: int) -> None:
+    """A plausible full batch for any phase, by what its slots are called."""
+    phase, rows = table.phases[key.phase], min(key.rows, 7)
+    bounds = [key.tokens * i // rows for i in range(rows + 1)] + [key.tokens] * (key.rows - rows)
+    for name, slot in phase.slots.items():
+        buffer = table.buffers[name]
+        if name in ("rows", "ending_rows"):
+            values = torch.tensor([*range(rows), *[padding_row] * (key.rows - rows)])
+        elif name == "query_starts":
+            values = torch.tensor(bounds)
+        elif name == "kv_lens":
+            values = torch.tensor([b - a for a, b in itertools.pairwise(bounds)])
+        elif name == "num_emitted":
+            values = torch.tensor([1 + i % 3 if i < rows else 0 for i in range(key.rows)])
+        else:
+            values = torch.randn(slot.unit.count(key.rows, key.tokens), *slot.shape, generator=generator)
+        buffer[: values.shape[0]].copy_(values)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter, mode, dtype):
+    llm = start(device, drafter, cudagraph_mode=mode, dtype=dtype)
+    table, state = llm.engine.table, llm.engine.core.worker.state
+    core = llm.engine.core
+    for i, prompt in enumerate(prompts(7)):
+        core.add(str(i), prompt, greedy(60))
+    for _ in range(8):  # rows, pages and caches as in the middle of their work
+        core.step()
+    while core._in_flight:
+        core._in_flight.popleft().wait()
+    generator = torch.Generator().manual_seed(0)
+    before = {name: value.clone() for name, value in everything(llm).items()}
+    seen = set()
+    for key in table.keys():  # noqa: SIM118  not a dict
+        results = []
+        for captured in (True, False):
+            for name, value in everything(llm).items():
+                value.copy_(before[name])
+            fill_slots(table, key, generator.manual_seed(1), state.padding_row)
+            if captured:
+                entry = table._entries[key]
+                if entry.program is None:
+                    entry.program = table._record(key)  # records by running once; what counts is the replay
+                    for name, value in everything(llm).items():
+                        value.copy_(before[name])
+                    fill_slots(table, key, generator.manual_seed(1), state.padding_row)
+                entry.program.replay()
+            else:
+                with torch.inference_mode():
+                    table._call(key.phase, key.rows, key.tokens, lambda call: call())
+            results.append({name: value.clone() for name, value in everything(llm).items()})
+        for name, value in results[0].items():
+            ours, theirs = value, results[1][name]
+            if name.startswith("cache"):  # the null page takes all padding, in no order
+                ours, theirs = ours[:, :, 1:], theirs[:, :, 1:]
+            elif name.endswith(("_M", "_ML", "_MK", "_MN", "_MKV")):  # so does the padding row
+                ours, theirs = ours[:-1], theirs[:-1]
+            assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (key, name)
+        seen.add(key.mode)
+    assert (GraphMode.FULL in seen) == (mode != "PIECEWISE")
+    llm.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafter", CONFIGS)
+def test_greedy_text_is_the_same_in_every_mode(device, drafter, mode):
+    plain = start(device, "none", cudagraph_mode="NONE", dtype="float32")
+    asked = prompts(7)
+    expected = answers(plain.generate(asked, greedy(24)))
+    llm = start(device, drafter, cudagraph_mode=mode.value, dtype="float32")
+    for poison in (False, True):
+        llm.engine.table.poison = poison
+        assert answers(llm.generate(asked, greedy(24))) == expected, poison
+        assert answers([llm.generate(p, greedy(24))[0] for p in asked[:2]]) == expected[:2], poison
+    assert_all_free(llm)
+    llm.close()
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+def test_a_steady_step_runs_no_phase_eager(device, drafter):
+    llm = start(device, drafter, cudagraph_mode="FULL_AND_PIECEWISE", require_graphs=True)
+    llm.generate(prompts(7), greedy(24))
+    assert sum(llm.get_graph_report().eager_runs.values()) == 0
+    llm.close()
