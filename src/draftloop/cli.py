@@ -296,6 +296,31 @@ def latency(
     )
 
 
+@_command(bench, "transformers", [*_engine_options(max_num_seqs=1), *_speculation_options()])
+def against_transformers(
+    values: dict[str, Any],
+    *,
+    output_tokens: int = 128,
+    repeats: int = 3,
+    out: Path = Path("docs/numbers"),
+) -> None:
+    """Tokens per second of one request, against transformers.generate in the same process.
+
+    Parameters
+    ----------
+    output_tokens:
+        Tokens of each answer.
+    repeats:
+        Measurements of each; the median counts.
+    out:
+        Folder or file for the results.
+    """
+    config = _config_from(values, DEFAULT_SPECULATION)
+    from draftloop.bench.against_transformers import run_against_transformers
+
+    run_against_transformers(config, output_tokens=output_tokens, repeats=repeats, out=out)
+
+
 def _lines() -> Iterator[str]:
     """Non-empty lines that the user types, up to the end of input."""
     while True:
