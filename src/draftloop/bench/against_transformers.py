@@ -41,6 +41,7 @@ def run_against_transformers(config: EngineConfig, *, output_tokens: int, repeat
     llm = LLM.from_config(config)
     device, dtype = llm.engine.resolved.device, llm.engine.resolved.dtype
     reference = AutoModelForCausalLM.from_pretrained(str(source.folder), dtype=getattr(torch, dtype)).eval().to(device)
+    reference.generation_config.eos_token_id = None  # both go on after it
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
     prompts = {"mt_bench": load_prompts("mt_bench")[0].turns[0], "repetitive": REPETITIVE}
     rows: list[dict[str, Any]] = []
@@ -55,7 +56,6 @@ def run_against_transformers(config: EngineConfig, *, output_tokens: int, repeat
                     attention_mask=torch.ones_like(tensor),
                     do_sample=False,
                     max_new_tokens=output_tokens,
-                    min_new_tokens=output_tokens,
                 )
             return answer[0, tensor.shape[1] :].tolist()
 
@@ -87,20 +87,20 @@ def _compare(
     output_tokens: int,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    answers = {method: run() for method, run in runs.items()}  # warms up
-    seconds: dict[str, list[float]] = {method: [] for method in runs}
+    answers = {engine: run() for engine, run in runs.items()}  # warms up
+    seconds: dict[str, list[float]] = {engine: [] for engine in runs}
     for _ in range(repeats):
-        for method, run in runs.items():
+        for engine, run in runs.items():
             begin = time.perf_counter()
             run()
-            seconds[method].append(time.perf_counter() - begin)
+            seconds[engine].append(time.perf_counter() - begin)
     reference = statistics.median(seconds["transformers"])
     return [
         {
             "metric": "tokens_per_s",
             "model": config.model,
             "dtype": dtype,
-            "method": method,
+            "method": engine,
             "batch": 1,
             "prompts": name,
             "prompt": num_prompt,
@@ -109,7 +109,7 @@ def _compare(
             "min": round(output_tokens / max(times), 2),
             "max": round(output_tokens / min(times), 2),
             "ratio": round(reference / statistics.median(times), 3),
-            "same_tokens": answers[method] == answers["transformers"],
+            "same_tokens": answers[engine] == answers["transformers"],
         }
-        for method, times in seconds.items()
+        for engine, times in seconds.items()
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from draftloop.config.env import Environment
 from draftloop.errors import GraphError
 from draftloop.graphs.buffers import Buffers
 from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Phase, settle_mode
@@ -78,7 +78,7 @@ class GraphTable:
         self.ladders, self.setting, self.recorder, self.device = ladders, setting, recorder, device
         self.largest_rows, self.largest_tokens = largest_rows, largest_tokens
         self.require_graphs = require_graphs
-        self.poison = os.environ.get("DRAFTLOOP_POISON", "0") not in ("", "0") if poison is None else poison
+        self.poison = Environment.read().poison if poison is None else poison
         self._poison_more = poison_more
         self._states: dict[str, _PhaseState] = {}
         self._entries: dict[Key, _Entry] = {}

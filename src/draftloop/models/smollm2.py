@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import zipfile
 from collections.abc import Generator
 from pathlib import Path
 
+from draftloop.config.env import Environment
 from draftloop.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -44,14 +44,9 @@ bit for bit those that HuggingFaceTB published.
 """
 
 
-def cache_root() -> Path:
-    """Folder for what draftloop keeps between runs: DRAFTLOOP_CACHE_ROOT, or ~/.cache/draftloop."""
-    return Path(os.environ.get("DRAFTLOOP_CACHE_ROOT") or "~/.cache/draftloop").expanduser()
-
-
 def cached() -> Path | None:
     """The converted model, None where it is missing or damaged."""
-    folder = cache_root() / "models" / FOLDER_NAME
+    folder = Environment.read().cache_root / "models" / FOLDER_NAME
     return folder if is_intact(folder) else None
 
 
@@ -61,7 +56,7 @@ def prepare(*, show_progress: bool | None = None) -> Path:
     Several processes may call this at once: one works, the others wait for it. Raises ConfigError
     where the download fails, a checksum is wrong or the cache cannot be written.
     """
-    models = cache_root() / "models"
+    models = Environment.read().cache_root / "models"
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _locked(models / f".{FOLDER_NAME}.lock"):
