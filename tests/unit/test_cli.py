@@ -44,6 +44,15 @@ class FakeLLM:
         self.config = config
         self.streamed: list[tuple[Any, SamplingParams, bool]] = []
         self.closed = False
+        self.warmed: list[bool] = []
+        self.counts_are_new = False
+
+    def generate(self, prompt: str, sampling_params: SamplingParams, *, speculation: bool = True) -> None:
+        assert not self.streamed, "warm-up comes first"
+        self.warmed.append(speculation)
+
+    def reset_graph_counts(self) -> None:
+        self.counts_are_new = True
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> FakeLLM:

@@ -176,6 +176,10 @@ class LLM:
         """What is captured, at which sizes, how often it ran, and what ran eager and why."""
         return self.engine.table.report()
 
+    def reset_graph_counts(self) -> None:
+        """Count graph replays and eager runs anew."""
+        self.engine.table.reset_counts()
+
     def get_metrics(self) -> dict[str, Any]:
         """Counters since the start, under vLLM's names without their prefix."""
         stats = self.engine.core.stats
