@@ -30,9 +30,9 @@ class CapacityError(DraftloopError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
+    """End of a sentence about an unknown name: `"; did you mean 'x'?"`, or a mere full stop."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    return f"; did you mean {match[0]!r}?" if match else "."
 
 
 def check_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:

@@ -50,7 +50,9 @@ def build(cls: type[ConfigT], kind: str, values: Mapping[str, Any]) -> ConfigT:
     known = field_types(cls)
     for name in values:
         if name not in known:
-            hint = nearest(name, known) or f"; known: {', '.join(known)}"
+            hint = nearest(name, known)
+            if hint == ".":
+                hint = f"; known: {', '.join(known)}"
             raise ConfigError(f"unknown {kind} {name!r}{hint}")
     return cls(**values)
 

@@ -25,7 +25,7 @@ class Prompt:
 def load_prompts(name: str) -> list[Prompt]:
     """All prompts of one set. Raises ConfigError for an unknown name."""
     if name not in NAMES:
-        raise ConfigError(f"unknown prompt set {name!r}{nearest(name, NAMES)}; known: {', '.join(NAMES)}")
+        raise ConfigError(f"unknown prompt set {name!r}{nearest(name, NAMES)} Known: {', '.join(NAMES)}")
     lines = files(__name__).joinpath(f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [_parse(json.loads(line)) for line in lines]
 
