@@ -1,5 +1,8 @@
 """Attention by torch's own kernels: the default on CPU, and what the other backends are compared with.
 
+On the CPU, blocks of few float32 queries, which torch answers at a cost per call and not per byte,
+go to a C kernel where there is one.
+
 The whole of it is one opaque operator that reads the lengths from memory when it runs, as a GPU
 kernel reads them from device memory. So a CPU tape records one call and replays it on the
 lengths of the moment.
@@ -19,6 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport
 from draftloop.errors import ConfigError
+from draftloop.kernels.native import ops as native
+from draftloop.kernels.opaque import define
 
 MAX_CACHED_QUERY_LEN = 64
 """Masks of longer (prefill) blocks are built when needed; shorter ones repeat in every layer and step."""
@@ -139,6 +144,26 @@ def paged_attention(
     scale: float,
 ) -> None:
     """Body of `draftloop::paged_attention`. `query_len` > 0: every row has that many tokens; 0: ragged."""
+    longest = 0  # of the blocks that the C kernel has answered
+    if q_THD.device.type == "cpu" and 0 <= query_len <= native.MAX_TOKENS:
+        indices = (rows_R, query_starts_R1, kv_lens_R, page_table_MN)
+        if native.takes_attention(q_THD, kv_2PSGD, out_THD, *indices):
+            native.paged_attention(
+                q_THD,
+                kv_2PSGD,
+                rows_R,
+                None if query_len else query_starts_R1,
+                kv_lens_R,
+                page_table_MN,
+                out_THD,
+                query_len or native.MAX_TOKENS,
+                causal,
+                window,
+                scale,
+            )
+            if query_len:
+                return
+            longest = native.MAX_TOKENS
     # a tape refuses host reads while it records; those below happen again at every replay.
     # torch's memory-efficient CUDA kernel wants aligned masks, which odd lengths do not give
     with torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH) if q_THD.is_cuda else nullcontext():
@@ -146,7 +171,7 @@ def paged_attention(
         starts = range(0, query_len * (len(kv_lens) + 1), query_len) if query_len else query_starts_R1.tolist()
         for entry, row in enumerate(rows_R.tolist()):
             start, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
-            if start == end:
+            if end - start <= longest:
                 continue
             out_QHD = out_THD[start:end]
             if kv_len <= 0:
@@ -157,15 +182,13 @@ def paged_attention(
             out_THD[starts[-1] :].zero_()
 
 
-# not torch.library.custom_op, whose wrappers cost 6 us a call more
-_LIBRARY = torch.library.Library("draftloop", "FRAGMENT")
-_LIBRARY.define(
+_PAGED_ATTENTION = define(
     "paged_attention(Tensor q, Tensor kv, Tensor rows, Tensor query_starts, Tensor kv_lens, Tensor page_table, "
-    "Tensor(a!) out, int query_len, bool causal, int window, float scale) -> ()"
+    "Tensor(a!) out, int query_len, bool causal, int window, float scale) -> ()",
+    paged_attention,
+    "CPU",
+    "CUDA",
 )
-_LIBRARY.impl("paged_attention", paged_attention, "CPU")
-_LIBRARY.impl("paged_attention", paged_attention, "CUDA")
-_PAGED_ATTENTION = torch.ops.draftloop.paged_attention.default
 
 
 class SdpaBackend(AttentionBackend):

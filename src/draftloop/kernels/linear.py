@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, pdl_options, tl
 
 MAX_TOKENS = 32
@@ -210,6 +211,8 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ten
     """`x @ weight.T + bias`, [T, N], added up in fp32 and rounded once."""
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
         return linear_triton(x_TK, weight_NK, bias_N)
+    if native.takes_linear(x_TK, weight_NK, bias_N):
+        return native.linear(x_TK, weight_NK, bias_N)
     return F.linear(x_TK, weight_NK, bias_N)
 
 
@@ -221,5 +224,4 @@ def residual_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = Non
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
         if choose(*weight_NK.shape, _num_sms(x_TK.device), may_split=True).splits > 1:
             return linear_split_triton(x_TK, weight_NK, bias_N)
-        return linear_triton(x_TK, weight_NK, bias_N)
-    return F.linear(x_TK, weight_NK, bias_N)
+    return linear(x_TK, weight_NK, bias_N)

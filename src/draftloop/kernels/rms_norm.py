@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
@@ -107,7 +108,11 @@ def add_rms_norm_triton(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: f
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """`x * rsqrt(mean(x^2) + eps) * weight`, computed in fp32, in the dtype of x."""
-    return rms_norm_triton(x_TH, weight_H, eps) if x_TH.is_cuda else rms_norm_torch(x_TH, weight_H, eps)
+    if x_TH.is_cuda:
+        return rms_norm_triton(x_TH, weight_H, eps)
+    if native.takes_serial(x_TH, weight_H):
+        return native.rms_norm(x_TH, weight_H, eps)
+    return rms_norm_torch(x_TH, weight_H, eps)
 
 
 def add_rms_norm(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -120,4 +125,6 @@ def add_rms_norm(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -
     """
     if x.is_cuda:
         return add_rms_norm_triton(x, residual_TH, weight_H, eps)
+    if native.takes_serial(x, residual_TH, weight_H):
+        return native.add_rms_norm(x, residual_TH, weight_H, eps)
     return add_rms_norm_torch(x, residual_TH, weight_H, eps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
@@ -231,6 +232,10 @@ def rope_write(
     weights of an RMS norm over each head before the rotation. Padding tokens carry slots of page 0,
     where writes may collide.
     """
+    if native.takes_rope_write(qkv_TE, positions_T, slots_T, cos_sin_LD, kv_2PSGD, q_norm_D, k_norm_D):
+        q_TQD = torch.empty(qkv_TE.shape[0], num_heads, head_dim)
+        native.rope_write(qkv_TE, positions_T, slots_T, cos_sin_LD, q_norm_D, k_norm_D, q_TQD, kv_2PSGD, eps)
+        return q_TQD
     run = rope_write_triton if qkv_TE.is_cuda else rope_write_torch
     return run(
         qkv_TE,

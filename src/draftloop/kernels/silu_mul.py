@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, pdl_options, tl
 
 BLOCK = 1024
@@ -53,4 +54,8 @@ def silu_mul_triton(gate_up_T2I: Tensor) -> Tensor:
 
 def silu_mul(gate_up_T2I: Tensor) -> Tensor:
     """`silu(gate) * up`, in the dtype of the input."""
-    return silu_mul_triton(gate_up_T2I) if gate_up_T2I.is_cuda else silu_mul_torch(gate_up_T2I)
+    if gate_up_T2I.is_cuda:
+        return silu_mul_triton(gate_up_T2I)
+    if native.takes_serial(gate_up_T2I):
+        return native.silu_mul(gate_up_T2I)
+    return silu_mul_torch(gate_up_T2I)

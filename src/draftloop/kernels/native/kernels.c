@@ -1,0 +1,306 @@
+// The model's operations on CPU tensors, float32, for passes of few tokens. Plain C ABI, called by ops.py.
+//
+// Such a pass reads every weight once, so its time is that of memory; everything else must be small beside it.
+// A token's result never depends on how many others there are, nor on the number of threads: every sum
+// is added up in one order.
+//
+// Shape suffixes: T tokens, N output columns, K input columns, H hidden size, I inner size of the MLP, Q query
+// heads, G key/value heads, D head size, R entries of the batch, P pages, S tokens per page.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+// The widest vectors of this machine, and the tile of a matrix product whose sums fit its registers:
+// ROWS * TOKENS sums, ROWS weights and one input.
+#if defined(__AVX512F__)
+enum { LANES = 16, ROWS = 4, TOKENS = 6 };
+#elif defined(__AVX__)
+enum { LANES = 8, ROWS = 2, TOKENS = 4 };
+#else
+enum { LANES = 4, ROWS = 4, TOKENS = 4 };
+#endif
+
+// How far ahead weights are asked for. The processor's own prefetching stops at pages of 4 KB, and does not keep
+// up once several tokens give the loop more to do.
+enum { AHEAD = 4096 };
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float vec_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // anywhere in memory
+typedef float vec4 __attribute__((vector_size(16)));
+
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+
+INLINE vec load(const float *p) { return *(const vec_at *)p; }
+INLINE void store(float *p, vec v) { *(vec_at *)p = v; }
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Sum of all lanes, by halves.
+INLINE float sum_of(vec v) {
+#if defined(__AVX512F__)
+    typedef float half __attribute__((vector_size(32)));
+    union { vec whole; half part[2]; } a = {v};
+    union { half whole; vec4 part[2]; } b = {a.part[0] + a.part[1]};
+    vec4 c = b.part[0] + b.part[1];
+#elif defined(__AVX__)
+    union { vec whole; vec4 part[2]; } b = {v};
+    vec4 c = b.part[0] + b.part[1];
+#else
+    vec4 c = v;
+#endif
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+INLINE float dot(const float *a, const float *b, int64_t size) {
+    vec sum = {0};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) sum += load(a + i) * load(b + i);
+    float total = sum_of(sum);
+    for (; i < size; i++) total += a[i] * b[i];
+    return total;
+}
+
+// e^x to 2 units in the last place; 0 where the result would be subnormal. Free of branches, so that loops
+// over it become vector code.
+INLINE float exp_of(float x) {
+    float clamped = x < -87.3f ? -87.3f : x > 88.7f ? 88.7f : x;
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    float shifted = clamped * 1.44269504f + shift;
+    float n = shifted - shift;
+    float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { float f; int32_t i; } bits = {shifted}, scale;
+    // 2^n in two factors: n may be 128, beyond the largest exponent
+    int32_t exponent = bits.i - 0x4B400000, half = exponent >> 1;
+    scale.i = (half + 127) << 23;
+    p *= scale.f;
+    scale.i = (exponent - half + 127) << 23;
+    p *= scale.f;
+    return x < -87.3f ? 0.0f : p;
+}
+
+// --- linear: out[T, N] = x[T, K] @ weight[N, K]^T + bias[N] ---
+
+// One tile. `rows` and `tokens` are constants where this is inlined, so that `sums` lives in registers.
+INLINE void linear_tile(const float *x, const float *weight, const float *bias, float *out, int64_t N, int64_t K,
+                        const int rows, const int tokens) {
+    vec sums[ROWS][TOKENS] = {{{0}}};
+    int64_t k = 0;
+    for (; k + LANES <= K; k += LANES) {
+        vec w[ROWS];
+        UNROLL for (int r = 0; r < rows; r++) {
+            w[r] = load(weight + r * K + k);
+            __builtin_prefetch(weight + r * K + k + AHEAD);
+        }
+        UNROLL for (int t = 0; t < tokens; t++) {
+            vec input = load(x + t * K + k);
+            UNROLL for (int r = 0; r < rows; r++) sums[r][t] += w[r] * input;
+        }
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int r = 0; r < rows; r++) {
+            float total = sum_of(sums[r][t]);
+            for (int64_t i = k; i < K; i++) total += weight[r * K + i] * x[t * K + i];
+            out[t * N + r] = total + (bias ? bias[r] : 0.0f);
+        }
+}
+
+// All tokens, by blocks: the rows of the weight come from memory for the first, and from the cache after that.
+INLINE void linear_rows(const float *x, const float *weight, const float *bias, float *out, int64_t T, int64_t N,
+                        int64_t K, const int rows) {
+    for (int64_t t = 0; t < T; t += TOKENS, x += TOKENS * K, out += TOKENS * N) {
+        switch (min(T - t, TOKENS)) {
+            case 1: linear_tile(x, weight, bias, out, N, K, rows, 1); break;
+            case 2: linear_tile(x, weight, bias, out, N, K, rows, 2); break;
+            case 3: linear_tile(x, weight, bias, out, N, K, rows, 3); break;
+            case 4: linear_tile(x, weight, bias, out, N, K, rows, 4); break;
+#if defined(__AVX512F__)
+            case 5: linear_tile(x, weight, bias, out, N, K, rows, 5); break;
+            case 6: linear_tile(x, weight, bias, out, N, K, rows, 6); break;
+#endif
+        }
+    }
+}
+
+void dl_linear(const float *x_TK, const float *weight_NK, const float *bias_N, float *out_TN, int64_t T, int64_t N,
+               int64_t K, int threads) {
+    const int64_t whole = N / ROWS;
+    // dynamic: a thread that other work keeps from running would hold up all others. Chunks of about 128 KB
+    const int64_t chunk = max(1, (1 << 15) / (ROWS * K));
+#pragma omp parallel for schedule(dynamic, chunk) num_threads(threads) if (threads > 1)
+    for (int64_t block = 0; block < whole; block++) {
+        int64_t n = block * ROWS;
+        linear_rows(x_TK, weight_NK + n * K, bias_N ? bias_N + n : 0, out_TN + n, T, N, K, ROWS);
+    }
+    for (int64_t n = whole * ROWS; n < N; n++)
+        linear_rows(x_TK, weight_NK + n * K, bias_N ? bias_N + n : 0, out_TN + n, T, N, K, 1);
+}
+
+// --- the small operations: serial, since threads would cost more than they save ---
+
+INLINE void norm_row(const float *x, const float *weight, float *out, int64_t size, float eps) {
+    float scale = 1.0f / sqrtf(dot(x, x, size) / size + eps);
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+}
+
+void dl_rms_norm(const float *x_TH, const float *weight_H, float *out_TH, int64_t T, int64_t H, float eps) {
+    for (int64_t t = 0; t < T; t++) norm_row(x_TH + t * H, weight_H, out_TH + t * H, H, eps);
+}
+
+void dl_add_rms_norm(const float *x_TH, const float *residual_TH, const float *weight_H, float *normed_TH,
+                     float *sum_TH, int64_t T, int64_t H, float eps) {
+    for (int64_t t = 0; t < T; t++) {
+        float *sum = sum_TH + t * H;
+        for (int64_t h = 0; h < H; h++) sum[h] = x_TH[t * H + h] + residual_TH[t * H + h];
+        norm_row(sum, weight_H, normed_TH + t * H, H, eps);
+    }
+}
+
+void dl_silu_mul(const float *gate_up_T2I, float *out_TI, int64_t T, int64_t I) {
+    for (int64_t t = 0; t < T; t++) {
+        const float *gate = gate_up_T2I + 2 * t * I, *up = gate + I;
+        float *out = out_TI + t * I;
+#pragma omp simd
+        for (int64_t i = 0; i < I; i++) out[i] = gate[i] / (1.0f + exp_of(-gate[i])) * up[i];
+    }
+}
+
+// A cache of one layer: key at `base`, value `side_stride` after it. Strides count floats.
+typedef struct {
+    float *base;
+    int64_t side_stride, page_stride, token_stride, head_stride, num_pages, page_size;
+} Cache;
+
+// Head norms, rotary embedding, keys and values to their slots, queries to `q`. Returns -1, having done part
+// of the work, if a position or slot does not exist.
+int dl_rope_write(const float *qkv_TE, const int64_t *positions_T, const int64_t *slots_T, const float *cos_sin_LD,
+                  const float *q_norm_D, const float *k_norm_D, float *q_TQD, float *kv_base, int64_t side_stride,
+                  int64_t page_stride, int64_t token_stride, int64_t head_stride, int64_t num_pages,
+                  int64_t page_size, int64_t T, int64_t L, int64_t Q, int64_t G, int64_t D, int64_t rotary_dim,
+                  float eps) {
+    const int64_t half = rotary_dim / 2;
+    float normed[D];
+    for (int64_t t = 0; t < T; t++) {
+        const int64_t position = positions_T[t], slot = slots_T[t];
+        if (position < 0 || position >= L || slot < 0 || slot >= num_pages * page_size) return -1;
+        const float *cos = cos_sin_LD + position * rotary_dim, *sin = cos + half;
+        float *key = kv_base + slot / page_size * page_stride + slot % page_size * token_stride;
+        const float *in = qkv_TE + t * (Q + 2 * G) * D;
+        for (int64_t head = 0; head < Q + G; head++, in += D) {
+            float *out = head < Q ? q_TQD + (t * Q + head) * D : key + (head - Q) * head_stride;
+            const float *x = in;
+            if (q_norm_D) {
+                norm_row(in, head < Q ? q_norm_D : k_norm_D, normed, D, eps);
+                x = normed;
+            }
+            for (int64_t i = 0; i < half; i++) {
+                out[i] = x[i] * cos[i] - x[half + i] * sin[i];
+                out[half + i] = x[half + i] * cos[i] + x[i] * sin[i];
+            }
+            for (int64_t i = rotary_dim; i < D; i++) out[i] = x[i];
+        }
+        for (int64_t g = 0; g < G; g++, in += D) memcpy(key + side_stride + g * head_stride, in, D * sizeof(float));
+    }
+    return 0;
+}
+
+// --- paged attention ---
+
+enum { BLOCK = 32 };  // keys whose scores are held at once
+
+// One query head of one token against the keys first .. last - 1: softmax block by block, rescaled as the
+// maximum grows. `pages` has the page of every `page_size` keys.
+static void attend(const float *q, const float *keys, const int32_t *pages, int64_t first, int64_t last,
+                   const Cache *cache, int64_t D, float scale, float *out) {
+    float best = -INFINITY, total = 0;
+    memset(out, 0, D * sizeof(float));
+    for (int64_t start = first; start < last;) {
+        const int64_t offset = start % cache->page_size;
+        // blocks end at fixed places, so that sums do not depend on where a pass begins
+        const int64_t count = min(last, start - offset % BLOCK + min(BLOCK, cache->page_size)) - start;
+        const int64_t n = min(count, cache->page_size - offset);
+        const float *k = keys + pages[start / cache->page_size] * cache->page_stride + offset * cache->token_stride;
+        const float *v = k + cache->side_stride;
+        float weight[BLOCK], top = best, sum = 0;
+        for (int64_t j = 0; j < n; j++) {
+            weight[j] = dot(q, k + j * cache->token_stride, D) * scale;
+            top = weight[j] > top ? weight[j] : top;
+        }
+        // nothing to rescale before the first block; and a score of -inf or NaN must not make a difference of them
+        const float shrink = total == 0 ? 0.0f : exp_of(best - top);
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) weight[j] = exp_of(weight[j] - top);
+        for (int64_t j = 0; j < n; j++) sum += weight[j];
+        for (int64_t d = 0; d < D; d += LANES) {
+            vec mixed = load(out + d) * shrink;
+            for (int64_t j = 0; j < n; j++) mixed += weight[j] * load(v + j * cache->token_stride + d);
+            store(out + d, mixed);
+        }
+        total = total * shrink + sum;
+        best = top;
+        start += n;
+    }
+    for (int64_t d = 0; d < D; d++) out[d] /= total;
+}
+
+// Entries of at most `max_query_len` tokens; the others are left to the caller. query_starts_R1 may be null
+// if every entry has `max_query_len` tokens. Returns -1, having written nothing, if a page that must be read
+// does not exist.
+int dl_paged_attention(const float *q_TQD, const int32_t *rows_R, const int32_t *query_starts_R1,
+                       const int32_t *kv_lens_R, const int32_t *page_table_MN, float *out_TQD, float *kv_base,
+                       int64_t side_stride, int64_t page_stride, int64_t token_stride, int64_t head_stride,
+                       int64_t num_pages, int64_t page_size, int64_t T, int64_t R, int64_t M, int64_t N, int64_t Q,
+                       int64_t G, int64_t D, int64_t max_query_len, int causal, int64_t window, float scale,
+                       int threads) {
+    const Cache cache = {kv_base, side_stride, page_stride, token_stride, head_stride, num_pages, page_size};
+    int64_t work = 0;
+    for (int64_t r = 0; r < R; r++) {
+        const int64_t start = query_starts_R1 ? query_starts_R1[r] : r * max_query_len;
+        const int64_t len = (query_starts_R1 ? query_starts_R1[r + 1] : start + max_query_len) - start;
+        if (len == 0 || len > max_query_len || kv_lens_R[r] <= 0) continue;
+        if (start < 0 || len < 0 || start + len > T || rows_R[r] < 0 || rows_R[r] >= M || kv_lens_R[r] > N * page_size)
+            return -1;
+        const int64_t first = window && kv_lens_R[r] > len + window ? (kv_lens_R[r] - len + 1 - window) / page_size : 0;
+        for (int64_t i = first; i * page_size < kv_lens_R[r]; i++) {
+            const int32_t page = page_table_MN[rows_R[r] * N + i];
+            if (page < 0 || page >= num_pages) return -1;
+        }
+        work += len * kv_lens_R[r];
+    }
+    const int64_t group = Q / G;
+    // heads of one group share their keys: one after the other, they find them in the cache
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1 && work * Q * D > 1 << 17)
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t head = 0; head < Q; head++) {
+            const int64_t start = query_starts_R1 ? query_starts_R1[r] : r * max_query_len;
+            const int64_t len = (query_starts_R1 ? query_starts_R1[r + 1] : start + max_query_len) - start;
+            if (len > max_query_len) continue;
+            const int64_t kv_len = kv_lens_R[r];
+            const float *keys = cache.base + head / group * cache.head_stride;
+            for (int64_t i = 0; i < len; i++) {
+                const int64_t position = kv_len - len + i, at = ((start + i) * Q + head) * D;
+                const int64_t first = window ? max(0, position - window + 1) : 0;
+                const int64_t last = causal ? position + 1 : kv_len;
+                if (kv_len <= 0 || first >= last)
+                    memset(out_TQD + at, 0, D * sizeof(float));
+                else
+                    attend(q_TQD + at, keys, page_table_MN + rows_R[r] * N, first, last, &cache, D, scale, out_TQD + at);
+            }
+        }
+    // padding tokens past the last entry's
+    const int64_t end = query_starts_R1 ? query_starts_R1[R] : R * max_query_len;
+    if (end < T) memset(out_TQD + end * Q * D, 0, (T - end) * Q * D * sizeof(float));
+    return 0;
+}
