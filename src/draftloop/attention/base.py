@@ -7,12 +7,14 @@ D head size, P pages in the pool, S tokens per page, M rows in the engine, N pag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from draftloop.errors import ConfigError
 
 
 def run_here(call: Callable[[], None]) -> None:
@@ -79,6 +81,8 @@ class AttentionBackend(ABC):
     """Paged attention over one model's cache. One file per backend; one instance per model."""
 
     name: ClassVar[str]
+    waits: ClassVar[bool] = False
+    """Each pass waits for the device, so that steps cannot overlap."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self.shape = shape
@@ -103,3 +107,12 @@ class AttentionBackend(ABC):
         token at position p sees positions p-w+1 .. p. Rows with no keys get zeros, whatever the
         pages hold (pages that belong to nobody may hold NaN).
         """
+
+
+def unsupported(backend: str, what: str, value: object, known: Iterable[object], *, instead: str) -> ConfigError:
+    """The error for a shape that a backend has no kernel for."""
+    supported = ", ".join(map(str, known))
+    return ConfigError(
+        f"attention backend {backend} does not support {what} {value}; supported: {supported}; "
+        f"use attention backend {instead}"
+    )

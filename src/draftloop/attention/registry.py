@@ -10,6 +10,7 @@ from draftloop.errors import check_known
 BACKENDS = {
     "sdpa": "draftloop.attention.sdpa:SdpaBackend",
     "triton": "draftloop.attention.triton:TritonBackend",
+    "flashinfer": "draftloop.attention.flashinfer:FlashinferBackend",
 }
 """name -> "module:class"."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport
+from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport, unsupported
 from draftloop.errors import ConfigError
 from draftloop.kernels.paged_attention import paged_attention_triton
 from draftloop.kernels.triton_import import INTERPRETED, triton
@@ -45,13 +45,13 @@ class TritonBackend(AttentionBackend):
                 "use attention backend sdpa"
             )
         if shape.head_dim not in HEAD_DIMS:
-            raise _unsupported("head size", shape.head_dim, HEAD_DIMS)
+            raise unsupported(cls.name, "head size", shape.head_dim, HEAD_DIMS, instead="sdpa")
         if shape.page_size not in PAGE_SIZES:
-            raise _unsupported("page size", shape.page_size, PAGE_SIZES)
+            raise unsupported(cls.name, "page size", shape.page_size, PAGE_SIZES, instead="sdpa")
         if shape.dtype not in DTYPES:
-            raise _unsupported("dtype", shape.dtype, DTYPES)
+            raise unsupported(cls.name, "dtype", shape.dtype, DTYPES, instead="sdpa")
         if shape.kv_dtype != shape.dtype:
-            raise _unsupported("cache dtype", shape.kv_dtype, (shape.dtype,))
+            raise unsupported(cls.name, "cache dtype", shape.kv_dtype, (shape.dtype,), instead="sdpa")
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide among {shape.num_kv_heads} key/value heads")
 
@@ -73,10 +73,3 @@ class TritonBackend(AttentionBackend):
             num_sms=self.num_sms,
             pdl=self.pdl,
         )
-
-
-def _unsupported(what: str, value: object, known: tuple) -> ConfigError:
-    supported = ", ".join(str(k) for k in known)
-    return ConfigError(
-        f"attention backend triton does not support {what} {value}; supported: {supported}; use attention backend sdpa"
-    )

@@ -32,6 +32,8 @@ class Facts:
     """K, 0 without speculation."""
     host_drafter: bool = False
     """The drafter needs the accepted tokens on the host before it can draft."""
+    waiting_attention: bool = False
+    """The attention backend waits for the device in every pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,9 @@ class _Resolver:
             return 2 if asked else 1
         if host:
             return self.choose("pipeline_depth", 1, "the drafter needs each step's tokens on the host")
+        if self.facts.waiting_attention:
+            reason = f"attention backend {self.config.attention_backend} waits for the device in every pass"
+            return self.choose("pipeline_depth", 1, reason)
         if device == "cuda":
             return self.choose("pipeline_depth", 2, "the next step is planned while the GPU runs one")
         return self.choose("pipeline_depth", 1, "planning ahead gains nothing on a CPU")

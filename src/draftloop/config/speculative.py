@@ -41,7 +41,7 @@ class SpeculativeConfig:
     revision: str | None = None
     """Branch, tag or commit of the drafter's model on the hub."""
     attention_backend: str | None = None
-    """Attention of the drafter's model, where it is not the target's."""
+    """Attention of the drafter's model; left out, the best one for the device, whatever the target's is."""
     load_format: Literal["auto", "safetensors", "dummy"] | None = None
     """How the drafter's weights are loaded; dummy makes random ones."""
     script: Callable[[str, list[int], int], list[int]] | None = None

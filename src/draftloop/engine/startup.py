@@ -80,6 +80,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             model_dtype=model_config.dtype,
             num_speculative_tokens=(spec.num_speculative_tokens or 0) if spec else 0,
             host_drafter=drafter_type.on_host if drafter_type else False,
+            waiting_attention=attention_backend(config.attention_backend, "cuda").waits,
         ),
     )
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)

@@ -11,12 +11,15 @@ class CoverageRow:
     """One captured size of a phase, or the sizes of it that have no graph."""
 
     phase: str
+    asked: str
+    """The mode that the user's setting names for this kind of batch."""
     mode: str
+    """The mode that these sizes run in."""
     rows: int
     tokens: int
     captured: bool
     reason: str
-    """Why there is no graph."""
+    """Why there is no graph, or why it is not the one that was asked for."""
     ms: float | None
     """One replay at start-up; None where a size is recorded on first use."""
     mib: float | None
@@ -48,8 +51,17 @@ class GraphReport:
             totals[row.phase] = totals.get(row.phase, 0) + getattr(row, field)
         return totals
 
+    @property
+    def phases(self) -> dict[str, dict[str, str]]:
+        """Per phase: the mode that was asked for, the one it runs in, and the reason where they differ."""
+        found: dict[str, dict[str, str]] = {}
+        for row in self.rows:  # captured sizes come first; others only add why they are not
+            one = found.setdefault(row.phase, {"asked": row.asked, "mode": row.mode, "reason": row.reason})
+            one["reason"] = one["reason"] or row.reason
+        return found
+
     def to_dict(self) -> dict[str, Any]:
-        return {"cudagraph_mode": self.setting, "rows": [asdict(row) for row in self.rows]}
+        return {"cudagraph_mode": self.setting, "phases": self.phases, "rows": [asdict(row) for row in self.rows]}
 
     def format(self) -> str:
         """A table of one line per phase: captured row (or token) sizes, time of the smallest and largest."""
@@ -58,6 +70,8 @@ class GraphReport:
             mine = [row for row in self.rows if row.phase == phase]
             graphs = [row for row in mine if row.captured]
             why = "; ".join(row.reason for row in mine if not row.captured)
+            if graphs and graphs[0].reason:
+                why = "; ".join(filter(None, [f"not {graphs[0].asked}: {graphs[0].reason}", why]))
             if graphs:
                 ragged = len({row.rows for row in graphs}) == 1 and len({row.tokens for row in graphs}) > 1
                 unit, sizes = ("tokens", [r.tokens for r in graphs]) if ragged else ("rows", [r.rows for r in graphs])

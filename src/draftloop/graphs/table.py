@@ -197,8 +197,10 @@ class GraphTable:
 
     def _owes_graphs(self, state: _PhaseState) -> bool:
         """True where the user's mode asks for graphs and the phase allows some."""
-        asked = self.setting.ragged if state.phase.ragged else self.setting.uniform
-        return asked is not GraphMode.NONE and state.phase.modes != {GraphMode.NONE}
+        return self._asked(state) is not GraphMode.NONE and state.phase.modes != {GraphMode.NONE}
+
+    def _asked(self, state: _PhaseState) -> GraphMode:
+        return self.setting.ragged if state.phase.ragged else self.setting.uniform
 
     def _why_eager(self, state: _PhaseState, rows: int, tokens: int | None) -> str:
         if state.mode is GraphMode.NONE:
@@ -280,9 +282,11 @@ class GraphTable:
         rows = []
         for name, state in self._states.items():
             captured = sorted((k, e) for k, e in self._entries.items() if k.phase == name)
+            asked = self._asked(state).value
             rows += [
                 CoverageRow(
-                    phase=name, mode=key.mode.value, rows=key.rows, tokens=key.tokens, captured=True, reason="",
+                    phase=name, asked=asked, mode=key.mode.value, rows=key.rows, tokens=key.tokens, captured=True,
+                    reason=state.reason,
                     ms=entry.ms, mib=entry.mib, replays=entry.replays, eager_runs=0,
                 )
                 for key, entry in captured
@@ -292,8 +296,8 @@ class GraphTable:
                 largest = self._largest(state.phase)
                 rows.append(
                     CoverageRow(
-                        phase=name, mode=GraphMode.NONE.value, rows=largest[0], tokens=largest[1], captured=False,
-                        reason="; ".join(state.eager_runs) or gap, ms=None, mib=None, replays=0,
+                        phase=name, asked=asked, mode=GraphMode.NONE.value, rows=largest[0], tokens=largest[1],
+                        captured=False, reason="; ".join(state.eager_runs) or gap, ms=None, mib=None, replays=0,
                         eager_runs=sum(state.eager_runs.values()),
                     )
                 )  # fmt: skip
