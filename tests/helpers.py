@@ -295,12 +295,16 @@ def repeat_suffix(request_id: str, token_ids: list[int], k: int) -> list[int]:
 
 def example_configs() -> Mapping[str, list[dict[str, Any]]]:
     """For every drafter, the configurations that its tests run. A new drafter adds a line here."""
+    from heads import tiny_head  # which needs this module
+
     return {
         "ngram": [{"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3}],
         "draft_model": [
             {"method": "draft_model", "model": near_draft(), "num_speculative_tokens": 3},
             {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 2},
         ],
+        "eagle": [{"method": "eagle", "model": tiny_head("eagle", method="eagle"), "num_speculative_tokens": 3}],
+        "eagle3": [{"method": "eagle3", "model": tiny_head("eagle3"), "num_speculative_tokens": 3}],
         "scripted": [{"method": "scripted", "script": repeat_suffix, "num_speculative_tokens": 3}],
         "synthetic": [{"method": "synthetic", "synthetic_acceptance_length": 2.5, "num_speculative_tokens": 3}],
     }

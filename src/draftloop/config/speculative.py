@@ -44,6 +44,8 @@ class SpeculativeConfig:
     """Attention of the drafter's model; left out, the best one for the device, whatever the target's is."""
     load_format: Literal["auto", "safetensors", "dummy"] | None = None
     """How the drafter's weights are loaded; dummy makes random ones."""
+    aux_layer_offset: int | None = None
+    """eagle3: added to the layer ids in the head's config, instead of what its layout implies; try 0 and 1."""
     script: Callable[[str, list[int], int], list[int]] | None = None
     """Drafts given by a function of (request id, token ids, K); Python only, for tests."""
 

@@ -23,6 +23,7 @@ from draftloop.graphs.phase import Phase
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
+from draftloop.models.dense import DenseDecoder
 from draftloop.models.resolve import LoadFormat
 
 DRAFTERS: dict[str, type[Drafter]] = {}
@@ -70,6 +71,9 @@ class Rounds:
     """Over the rows whose prompt has just ended; leaves the first drafts in the row state."""
     next: tuple[str, ...] = ()
     """Over the decoding rows after each acceptance; leaves the next drafts in the row state."""
+    plain: tuple[str, ...] | None = None
+    """Instead of `next` after a step in which no row had drafts to verify, so that the target ran one
+    token per row; None: the same as `next`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +126,18 @@ class Drafter(ABC):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Target layers whose inputs the drafter reads, from the buffer `aux_hidden`."""
+        """Target layers whose inputs the drafter reads, from the buffer `aux_hidden`, side by side in this order.
+
+        `models.dense.FINAL_HIDDEN` among them means the states after the target's final norm.
+        """
         return ()
 
     def describe(self) -> str:
         """One line for the start-up log."""
         return f"{self.name}, K={self.num_drafts}, " + ("sampled drafts" if self.sampled else "greedy drafts")
+
+    def borrow(self, target: DenseDecoder) -> None:
+        """The target has its weights: a drafter may keep tables that it shares. Called before `load`."""
 
     def load(self, *, progress: bool) -> None:
         """Load weights, if there are any."""
@@ -135,6 +145,10 @@ class Drafter(ABC):
     def cache_specs(self) -> list[CacheSpec]:
         """Paged caches that the drafter needs beside the target's."""
         return []
+
+    def row_memory(self) -> Mapping[str, Tensor]:
+        """What the drafter keeps per engine row beside the row state, by name; made by `phases`."""
+        return {}
 
     @abstractmethod
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:

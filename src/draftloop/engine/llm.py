@@ -188,6 +188,7 @@ class LLM:
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.generated_tokens,
             "spec_decode_num_drafts": stats.num_spec_steps,
+            "spec_decode_num_steps_without_drafts": stats.num_steps_without_drafts,
             "spec_decode_num_draft_tokens": stats.num_draft_tokens,
             "spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
             "spec_decode_num_accepted_tokens_per_pos": [

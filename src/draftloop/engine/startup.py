@@ -123,6 +123,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         show_progress=None if show else False,
     )
     if drafter:
+        drafter.borrow(model)
         drafter.load(progress=show)
     clock.lap("weights")
 

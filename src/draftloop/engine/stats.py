@@ -17,6 +17,8 @@ class EngineStats:
     generated_tokens: int = 0
     prompt_tokens: int = 0
     num_spec_steps: int = 0
+    num_steps_without_drafts: int = 0
+    """Steps of speculating rows for which nothing was drafted."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
@@ -28,6 +30,7 @@ class EngineStats:
     def count_step(self, sequence: Sequence, *, num_drafted: int, num_accepted: int) -> None:
         """Count one verified row. `num_accepted` drafts were delivered."""
         if num_drafted == 0:
+            self.num_steps_without_drafts += 1
             return
         sequence.acceptance_histogram[num_accepted] += 1
         sequence.num_draft_tokens += num_drafted

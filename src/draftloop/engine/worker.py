@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ class Worker:
         kind = SamplingKind.of(sequence.params for sequence in sequences)
         # where nothing was drafted for the whole batch, it costs what plain decoding costs
         num_drafts = self.num_drafts if any(s.speculation and s.has_drafts for s in sequences) else 0
-        run = self.table.run
+        run = partial(self.table.run, rows_across_ranks=flight.plan.rows_across_ranks)
         self._write_rows([sequence.row for sequence in sequences])
         if num_drafts and self._drafts_on_host:
             assert self.drafter is not None
@@ -158,7 +159,8 @@ class Worker:
         run(verify_name(num_drafts), num_rows)
         flight.copy("outcome", run(accept_name("accept", kind, num_drafts), num_rows)["outcome"])
         if any(s.speculation for s in sequences) and not self._drafts_on_host:
-            for phase in self._rounds(kind).next:
+            rounds = self._rounds(kind)
+            for phase in rounds.next if num_drafts or rounds.plain is None else rounds.plain:
                 run(phase, num_rows)
 
     @property

@@ -18,6 +18,9 @@ from draftloop.models.config import ModelConfig
 from draftloop.models.layers import DecoderLayer, parameter
 from draftloop.models.rope import cos_sin_table
 
+FINAL_HIDDEN = -1
+"""Among `aux_layers`: the states after the final norm, which the output head reads."""
+
 
 def attention_shape(
     config: ModelConfig, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
@@ -75,7 +78,8 @@ class DenseDecoder(torch.nn.Module):
         """Run one pass; token ids are int32 or int64 and inside the vocabulary.
 
         Returns the hidden states after the final norm, [T, C], and for each layer in `aux_layers` the
-        residual stream that enters it, [T, C]; `num_layers` means what leaves the last one.
+        residual stream that enters it, [T, C]; `num_layers` means what leaves the last one, and
+        `FINAL_HIDDEN` the hidden states after the final norm.
         """
         return self.forward_embedded(
             F.embedding(token_ids_T, self.embed_tokens), kv_L2PSGD, batch, aux_layers=aux_layers
@@ -98,7 +102,7 @@ class DenseDecoder(torch.nn.Module):
             out, residual_TC = layer(x_TC, residual_TC, kv_2PSGD, cos_sin_LD, batch, backend)
         assert out is not None
         hidden_TC, residual_TC = add_rms_norm(out, residual_TC, self.final_norm, eps)
-        aux[self.config.num_layers] = residual_TC
+        aux |= {self.config.num_layers: residual_TC, FINAL_HIDDEN: hidden_TC}
         return hidden_TC, [aux[index] for index in aux_layers]
 
     def logits(self, hidden_TC: Tensor) -> Tensor:

@@ -25,7 +25,16 @@ def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.nn
 class Attention(torch.nn.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        input_size: int | None = None,
+    ) -> None:
+        """`input_size` is the width of what is projected to q, k and v, where that is not the hidden size."""
         super().__init__()
 
         def make(*shape: int) -> torch.nn.Parameter:
@@ -37,7 +46,7 @@ class Attention(torch.nn.Module):
         self.eps = config.rms_norm_eps
         self.window = config.window(layer)
         heads = self.query_size + 2 * self.kv_size
-        self.qkv_weight = make(heads, hidden)
+        self.qkv_weight = make(heads, input_size or hidden)
         self.qkv_bias = make(heads) if config.qkv_bias else None
         self.o_weight = make(hidden, self.query_size)
         self.o_bias = make(hidden) if config.o_bias else None

@@ -1,0 +1,341 @@
+"""The shape of an EAGLE head, and how its published forms are read. Nothing here reads weights.
+
+Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", 2024, and
+"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025.
+
+Shape letters in comments: C width of the head, X width of what the target hands over, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from draftloop.drafters.kinds import KINDS, kind_of, plain_name
+from draftloop.errors import ConfigError
+from draftloop.models.config import PRESETS, ModelConfig
+from draftloop.models.dense import FINAL_HIDDEN
+
+Shape = tuple[int, ...]
+Method = Literal["eagle", "eagle3"]
+
+FIRST = "layers.0."
+NUM_DEFAULT_AUX = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig:
+    """An EAGLE head: one or a few decoder layers over token embeddings and the target's hidden states."""
+
+    method: Method
+    layout: str
+    """Whose export it is, for messages."""
+    model: ModelConfig
+    """Layers, heads and rotation of the head; `vocab_size` is that of the token ids it is fed."""
+    target_hidden_size: int
+    draft_vocab_size: int
+    """Rows of the output head."""
+    num_aux: int = 1
+    """Hidden states of the target that the head reads per token."""
+    layer_ids: tuple[int, ...] | None = None
+    """Target layers as the checkpoint names them; None: by the rule of the reference implementation."""
+    ids_are_outputs: bool = False
+    """`layer_ids` name layers whose outputs are read, not their inputs."""
+    wide_layers: tuple[bool, ...]
+    """Per layer: attention reads the embedding beside the hidden state, 2C wide."""
+    input_norms: tuple[bool, ...]
+    """Per layer: it has a norm of its input. The only layer of EAGLE-1 has none."""
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    """The residual stream starts after the hidden state's norm, not before it."""
+    norm_before_fc: bool = False
+    """One norm over all aux states together."""
+    fc_norm: bool = False
+    """One norm per aux state."""
+    norm_output: bool = False
+    """The next step gets the hidden state after the final norm, not before it."""
+    final_norm: bool = True
+    own_embeddings: bool = False
+    """False: the target's."""
+    own_head: bool = True
+    """False: the target's."""
+    has_map: bool = False
+    """A tensor `d2t` says how far each draft id is from the target's."""
+
+    @property
+    def fuses_embedding(self) -> bool:
+        """EAGLE-1 and 2: `fc` joins embedding and hidden state in every step; EAGLE-3: it joins the aux states once."""
+        return self.method == "eagle"
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.model.vocab_size
+
+    @property
+    def aux_width(self) -> int:
+        """X: numbers per token that the target hands over."""
+        return self.num_aux * self.target_hidden_size
+
+    def aux_layers(self, num_target_layers: int, offset: int | None = None) -> tuple[int, ...]:
+        """Which target layers' inputs the head was trained on. Raises ConfigError for layers that are not there.
+
+        Engines disagree on what ids in a checkpoint mean, so `offset` replaces the rule: it is added to
+        the ids as they stand.
+        """
+        if self.fuses_embedding:
+            if offset is not None:
+                raise ConfigError("aux_layer_offset moves the layers that EAGLE-3 heads read; EAGLE-1 has none")
+            return (FINAL_HIDDEN,)
+        ids, rule = self.layer_ids, int(self.ids_are_outputs)
+        if ids is None:
+            ids, rule = (2, num_target_layers // 2, num_target_layers - 3), 0
+        found = tuple(index + (rule if offset is None else offset) for index in ids)
+        if bad := [index for index in found if not 0 <= index <= num_target_layers]:
+            raise ConfigError(
+                f"the head reads what enters target layer {bad[0]}, but the target has {num_target_layers} layers; "
+                "it is probably made for another target"
+                + ("" if offset is None else f", or aux_layer_offset {offset} is wrong")
+            )
+        return found
+
+    def shapes(self) -> dict[str, Shape]:
+        """Every tensor of the checkpoint, by its plain name."""
+        model, width = self.model, self.model.hidden_size
+        q, kv, inner = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, model.intermediate_size
+        fc_inputs = 2 * width if self.fuses_embedding else self.aux_width
+        found: dict[str, Shape] = {"fc.weight": (width, fc_inputs)}
+        if self.fc_bias:
+            found["fc.bias"] = (width,)
+        if self.norm_before_fc:
+            found["input_norm.weight"] = (self.aux_width,)
+        if self.fc_norm:
+            found |= {f"fc_norm.{i}.weight": (self.target_hidden_size,) for i in range(self.num_aux)}
+        for index, (wide, normed) in enumerate(zip(self.wide_layers, self.input_norms, strict=True)):
+            layer = f"layers.{index}."
+            if wide:
+                found[f"{layer}hidden_norm.weight"] = (width,)
+            if normed:
+                found[f"{layer}input_layernorm.weight"] = (width,)
+            found[f"{layer}post_attention_layernorm.weight"] = (width,)
+            for name, rows in (("q", q), ("k", kv), ("v", kv)):
+                found[f"{layer}self_attn.{name}_proj.weight"] = (rows, 2 * width if wide else width)
+                if model.qkv_bias:
+                    found[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
+            found[f"{layer}self_attn.o_proj.weight"] = (width, q)
+            if model.o_bias:
+                found[f"{layer}self_attn.o_proj.bias"] = (width,)
+            if model.qk_norm:
+                found |= {f"{layer}self_attn.{name}_norm.weight": (model.head_dim,) for name in "qk"}
+            for name, shape in (("gate", (inner, width)), ("up", (inner, width)), ("down", (width, inner))):
+                found[f"{layer}mlp.{name}_proj.weight"] = shape
+                if model.mlp_bias:
+                    found[f"{layer}mlp.{name}_proj.bias"] = shape[:1]
+        if self.final_norm:
+            found["norm.weight"] = (width,)
+        if self.own_embeddings:
+            found["embed_tokens.weight"] = (model.vocab_size, width)
+        if self.own_head:
+            found["lm_head.weight"] = (self.draft_vocab_size, width)
+        if self.has_map:
+            found["d2t"] = (self.draft_vocab_size,)
+        return found
+
+
+def parse(
+    config: Mapping[str, Any], tensors: Mapping[str, Shape], *, method: Method, name: str
+) -> tuple[EagleConfig, dict[str, str]]:
+    """Read a head's config.json and the names and shapes of its tensors.
+
+    Returns the shape of the head and, for each tensor's plain name, its name in the files. Raises
+    ConfigError for a checkpoint of another method, one that cannot work, and for tensors that are
+    missing, unexpected or of another shape than the config says. `name` is for messages.
+    """
+    names = {plain_name(full): full for full in tensors}
+    names.pop("", None)
+    kind = kind_of(config, names)
+    if kind != method:
+        looks = KINDS.get(kind or "", "something else")
+        remedy = f"use method {kind!r}" if kind in ("eagle", "eagle3", "draft_model") else "choose another checkpoint"
+        raise ConfigError(f"speculative method is {method!r}, but {name!r} looks like {looks}; {remedy}")
+    shapes = {plain: tuple(tensors[full]) for plain, full in names.items()}
+    head = _read(config, shapes, method)
+    check_shapes(head, shapes, name)
+    if head.reduced_vocabulary and not head.has_map:
+        raise ConfigError(
+            f"{name!r} has a draft vocabulary of {head.draft_vocab_size} of {head.model.vocab_size} ids, but no "
+            "tensor d2t that says which; the export is incomplete"
+        )
+    return head, names
+
+
+def _read(config: Mapping[str, Any], shapes: Mapping[str, Shape], method: Method) -> EagleConfig:
+    nested: Mapping[str, Any] = config.get("eagle_config") or {}
+    speculators = "speculators_model_type" in config
+    base: dict[str, Any] = dict(config.get("transformer_layer_config") or {})
+    if not base:
+        base = dict(config["model"]) if isinstance(config.get("model"), Mapping) else dict(config)
+
+    def option(key: str, tensor: str = "", default: bool = False) -> bool:
+        value = nested.get(key, config.get(key))
+        return bool(value) if value is not None else (tensor in shapes if tensor else default)
+
+    num_layers = 1 + max((int(n.split(".")[1]) for n in shapes if n.startswith("layers.")), default=0)
+    model = _model(base, shapes, num_layers)
+    width = model.hidden_size
+    ids, outputs = _layer_ids(config, nested)
+    num_aux = len(ids) if ids is not None else config.get("num_aux_hidden_states") or NUM_DEFAULT_AUX
+    own_head = "lm_head.weight" in shapes
+    draft_vocab = config.get("draft_vocab_size") or config.get("truncated_vocab_size")
+    # SpecForge has a key norm_output too, which says something else: that logits follow a norm
+    output_key = "" if nested and not speculators else "norm_output"
+    return EagleConfig(
+        method=method,
+        layout=_layout(config, nested),
+        model=model,
+        target_hidden_size=config.get("target_hidden_size") or width,
+        draft_vocab_size=(shapes["lm_head.weight"][0] if own_head else 0) or draft_vocab or model.vocab_size,
+        num_aux=num_aux if method == "eagle3" else 1,
+        layer_ids=ids,
+        ids_are_outputs=outputs,
+        wide_layers=tuple(_is_wide(shapes, index, width) for index in range(num_layers)),
+        input_norms=tuple(
+            method == "eagle3" or index > 0 or f"layers.{index}.input_layernorm.weight" in shapes
+            for index in range(num_layers)
+        ),
+        fc_bias="fc.bias" in shapes,
+        norm_before_residual=option("norm_before_residual", default=speculators),
+        norm_before_fc=option("norm_before_fc", "input_norm.weight"),
+        fc_norm=option("fc_norm", "fc_norm.0.weight"),
+        norm_output=bool(output_key) and option(output_key),
+        final_norm=method == "eagle3" or "norm.weight" in shapes,
+        own_embeddings="embed_tokens.weight" in shapes,
+        own_head=own_head,
+        has_map="d2t" in shapes,
+    )
+
+
+def _is_wide(shapes: Mapping[str, Shape], index: int, width: int) -> bool:
+    """By its tensors: exports differ in which of several layers see the embedding."""
+    query = shapes.get(f"layers.{index}.self_attn.q_proj.weight", ())
+    return f"layers.{index}.hidden_norm.weight" in shapes or query[1:] == (2 * width,)
+
+
+def _layout(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str:
+    if "speculators_model_type" in config:
+        return "speculators"
+    if "target_layer_ids" in config:
+        return "DeepSpec"
+    return "SpecForge" if nested else "EAGLE"
+
+
+def _layer_ids(config: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, bool]:
+    """Ids, and whether they name outputs. Where an id stands says what it means."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    for ids, outputs in ((config.get(key), False), (nested.get(key), True), (config.get("target_layer_ids"), True)):
+        if ids:
+            return tuple(int(index) for index in ids), outputs
+    return None, False
+
+
+def _model(base: dict[str, Any], shapes: Mapping[str, Shape], num_layers: int) -> ModelConfig:
+    """The decoder layers, as the config describes them and the tensors show."""
+    query, heads = shapes.get(f"{FIRST}self_attn.q_proj.weight"), base.get("num_attention_heads")
+    if base.get("head_dim") is None and query and heads:
+        base["head_dim"] = query[0] // heads
+    model = ModelConfig.from_hf(
+        {
+            **base,
+            "architectures": ["LlamaForCausalLM"],  # one set of layers serves all; the tensors say the rest
+            "num_hidden_layers": num_layers,
+            "tie_word_embeddings": False,
+        }
+    )
+    return replace(
+        model,
+        vocab_size=shapes.get("embed_tokens.weight", (model.vocab_size,))[0],
+        qkv_bias=f"{FIRST}self_attn.q_proj.bias" in shapes,
+        o_bias=f"{FIRST}self_attn.o_proj.bias" in shapes,
+        mlp_bias=f"{FIRST}mlp.down_proj.bias" in shapes,
+        qk_norm=f"{FIRST}self_attn.q_norm.weight" in shapes,
+    )
+
+
+def check_shapes(head: EagleConfig, shapes: Mapping[str, Shape], name: str) -> None:
+    """Compare tensors with what the head needs. Raises ConfigError listing what is wrong."""
+    expected = head.shapes()
+    if missing := [f"{tensor} {list(shape)}" for tensor, shape in expected.items() if tensor not in shapes]:
+        raise ConfigError(f"{name!r} lacks {', '.join(missing)}; the export is incomplete")
+    if extra := [f"{tensor} {list(shape)}" for tensor, shape in shapes.items() if tensor not in expected]:
+        raise ConfigError(f"{name!r} has tensors that {KINDS[head.method]} does not: {', '.join(extra)}")
+    for tensor, shape in expected.items():
+        if shapes[tensor] != shape:
+            cause = "check that config.json and weights are of the same head"
+            if tensor == "fc.weight" and not head.fuses_embedding:
+                cause = (
+                    f"it reads {head.num_aux} states of {head.target_hidden_size} numbers; check target_hidden_size "
+                    "and the aux layer ids"
+                )
+            raise ConfigError(
+                f"{tensor} of {name!r} has shape {list(shapes[tensor])}, but config.json asks for {list(shape)}; "
+                f"{cause}"
+            )
+
+
+def check_target(head: EagleConfig, name: str, target: ModelConfig, target_name: str) -> None:
+    """Refuse a head that was made for another target. Raises ConfigError naming tensor, shapes and likely cause."""
+    width, vocab = target.hidden_size, target.vocab_size
+    borrowed = [n for n, own in (("embed_tokens", head.own_embeddings), ("lm_head", head.own_head)) if not own]
+    shapes = head.shapes()
+
+    def refuse(tensor: str, needed: list[int], cause: str) -> None:
+        raise ConfigError(
+            f"{tensor} of {name!r} has shape {list(shapes[tensor])}, but {target_name!r} needs {needed}; "
+            f"the head is probably made for a target {cause}"
+        )
+
+    fits = (head.model.hidden_size if head.fuses_embedding else head.target_hidden_size) == width
+    if not fits and head.fuses_embedding:
+        refuse("fc.weight", [width, 2 * width], f"with hidden size {head.model.hidden_size}, not {width}")
+    elif not fits:
+        needed = [head.model.hidden_size, head.num_aux * width]
+        refuse("fc.weight", needed, f"with hidden size {head.target_hidden_size}, not {width}")
+    if borrowed and head.model.hidden_size != width:
+        raise ConfigError(
+            f"{name!r} is {head.model.hidden_size} wide and has no {' or '.join(borrowed)} of its own, so it cannot "
+            f"use those of {target_name!r}, which are {width} wide; the export is incomplete"
+        )
+    # tables of one tokenizer may be padded differently, but not by much
+    padding = min(1024, vocab // 16)
+    if head.own_embeddings and abs(head.model.vocab_size - vocab) > padding:
+        refuse("embed_tokens.weight", [vocab, head.model.hidden_size], f"with {head.model.vocab_size} ids, not {vocab}")
+    if not head.has_map and abs(head.draft_vocab_size - vocab) > padding:
+        if head.own_head:
+            refuse("lm_head.weight", [vocab, head.model.hidden_size], f"with {head.draft_vocab_size} ids, not {vocab}")
+        raise ConfigError(
+            f"{name!r} drafts from {head.draft_vocab_size} ids and has no lm_head, but that of {target_name!r} has "
+            f"{vocab}; the head is probably made for another target"
+        )
+
+
+def _preset(target: str, draft_vocab_size: int, max_position_embeddings: int) -> EagleConfig:
+    """One layer of the target's own shape, three aux states, a reduced vocabulary: what is published for Llama."""
+    model = PRESETS[target]
+    return EagleConfig(
+        method="eagle3",
+        layout="preset",
+        model=replace(model, num_layers=1, tie_word_embeddings=False, max_position_embeddings=max_position_embeddings),
+        target_hidden_size=model.hidden_size,
+        draft_vocab_size=draft_vocab_size,
+        num_aux=NUM_DEFAULT_AUX,
+        wide_layers=(True,),
+        input_norms=(True,),
+        has_map=True,
+    )
+
+
+HEAD_PRESETS: dict[str, EagleConfig] = {
+    "eagle3-llama-3.1-8b": _preset("llama-3.1-8b", 32_000, 131_072),
+    "eagle3-tiny": replace(_preset("tiny", 64, 1024), layer_ids=(0, 1, 2)),
+}
+"""Shapes without weights, for benchmarks and tests with `load_format="dummy"`."""

@@ -1,0 +1,216 @@
+"""The EAGLE head as a module: a decoder layer (or a few) fed with embeddings and hidden states.
+
+Shape suffixes: T tokens, R rows, C width of the head, X numbers per token that the target hands over,
+W draft vocabulary, L positions or layers (`kv_L2PSGD`), P pages, S tokens per page, G key/value heads,
+D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.drafters.eagle_config import EagleConfig
+from draftloop.graphs.phase import Cost
+from draftloop.kernels.linear import linear
+from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
+from draftloop.models.layers import Attention, GatedMLP, parameter
+from draftloop.models.rope import cos_sin_table
+
+
+class EagleLayer(torch.nn.Module):
+    """A decoder layer; where it is wide, attention reads embedding and hidden state side by side."""
+
+    def __init__(self, config: EagleConfig, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        model, width = config.model, config.model.hidden_size
+
+        def norm(wanted: bool) -> torch.nn.Parameter | None:
+            return parameter(width, device=device, dtype=dtype) if wanted else None
+
+        wide = config.wide_layers[layer]
+        self.eps, self.norm_before_residual = model.rms_norm_eps, config.norm_before_residual
+        self.hidden_norm, self.input_norm = norm(wide), norm(config.input_norms[layer])
+        self.post_norm = parameter(width, device=device, dtype=dtype)
+        self.attention = Attention(model, layer, device=device, dtype=dtype, input_size=2 * width if wide else width)
+        self.mlp = GatedMLP(model, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        out: Tensor | None,
+        hidden_TC: Tensor,
+        embedded_TC: Tensor,
+        kv_2PSGD: Tensor,
+        cos_sin_LD: Tensor,
+        batch: AttentionBatch,
+        backend: AttentionBackend,
+        keep_R: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Take the stream `hidden_TC` and what is still to be added to it; give the same after this layer.
+
+        With `keep_R` (int64) only those tokens go on after attention, whose keys and values all of them leave.
+        """
+        x_TC, residual_TC = self._inputs(out, hidden_TC, embedded_TC)
+        attended = self.attention(x_TC, kv_2PSGD, cos_sin_LD, batch, backend)
+        if keep_R is not None:
+            attended, residual_TC = attended.index_select(-2, keep_R), residual_TC.index_select(0, keep_R)
+        x_TC, residual_TC = add_rms_norm(attended, residual_TC, self.post_norm, self.eps)
+        return self.mlp(x_TC), residual_TC
+
+    def _inputs(self, out: Tensor | None, hidden_TC: Tensor, embedded_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and the residual stream."""
+        norm = self.input_norm if self.hidden_norm is None else self.hidden_norm
+        if norm is None:
+            assert out is None
+            return hidden_TC, hidden_TC
+        if out is None:
+            normed_TC = rms_norm(hidden_TC, norm, self.eps)
+        else:
+            normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, norm, self.eps)
+        if self.hidden_norm is None:
+            return normed_TC, hidden_TC
+        assert self.input_norm is not None
+        wide_TC = torch.cat([rms_norm(embedded_TC, self.input_norm, self.eps), normed_TC], -1)
+        return wide_TC, normed_TC if self.norm_before_residual else hidden_TC
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Plain tensor name -> the weight, or part of one, that it fills."""
+        norms = {
+            "hidden_norm": self.hidden_norm,
+            "input_layernorm": self.input_norm,
+            "post_attention_layernorm": self.post_norm,
+        }
+        return {
+            **{f"{prefix}.{name}.weight": weight for name, weight in norms.items() if weight is not None},
+            **self.attention.destinations(f"{prefix}.self_attn"),
+            **self.mlp.destinations(f"{prefix}.mlp"),
+        }
+
+
+class EagleHead(torch.nn.Module):
+    """Predicts the token after the next one from a token and the target's (or its own) hidden state before it.
+
+    `embed_tokens` and `lm_head` are the target's where the checkpoint has none: give them as arguments.
+    """
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        backend: AttentionBackend,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_positions: int,
+        embed_tokens: Tensor,
+        lm_head: Tensor,
+    ) -> None:
+        super().__init__()
+        self.config, self.backend = config, backend
+        model, width = config.model, config.model.hidden_size
+
+        def make(*shape: int) -> torch.nn.Parameter:
+            return parameter(*shape, device=device, dtype=dtype)
+
+        # plain attributes where borrowed: what is not ours is neither counted nor filled
+        self.embed_tokens = make(model.vocab_size, width) if config.own_embeddings else embed_tokens.detach()
+        self.lm_head = make(config.draft_vocab_size, width) if config.own_head else lm_head.detach()
+        self.fc = make(width, 2 * width if config.fuses_embedding else config.aux_width)
+        self.fc_bias = make(width) if config.fc_bias else None
+        self.fc_input_norm = make(config.aux_width) if config.norm_before_fc else None
+        self.fc_norms = torch.nn.ParameterList(
+            make(config.target_hidden_size) for _ in range(config.num_aux if config.fc_norm else 0)
+        )
+        self.eagle_layers = tuple(EagleLayer(config, i, device=device, dtype=dtype) for i in range(model.num_layers))
+        self.layers = torch.nn.ModuleList(self.eagle_layers)
+        self.final_norm = make(width) if config.final_norm else None
+        # without a final norm, the addition that comes with it is still to be done
+        self.unit = torch.ones(width, device=device, dtype=dtype)
+        self.target_ids_W: Tensor | None = None
+        if config.has_map:
+            self.target_ids_W = torch.arange(config.draft_vocab_size, device=device)
+        self.cos_sin_LD = cos_sin_table(model.rope, head_dim=model.head_dim, max_positions=max_positions, device=device)
+
+    def fuse(self, aux_TX: Tensor) -> Tensor:
+        """[T, X] of the target -> [T, C], in the place of a hidden state of our own."""
+        if self.config.fuses_embedding:
+            return aux_TX
+        eps = self.config.model.rms_norm_eps
+        if self.fc_input_norm is not None:
+            aux_TX = rms_norm(aux_TX, self.fc_input_norm, eps)
+        if len(self.fc_norms):
+            chunks = aux_TX.chunk(self.config.num_aux, -1)
+            aux_TX = torch.cat([rms_norm(x, w, eps) for x, w in zip(chunks, self.fc_norms, strict=True)], -1)
+        return linear(aux_TX, self.fc, self.fc_bias)
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        hidden_TC: Tensor,
+        kv_L2PSGD: Tensor,
+        batch: AttentionBatch,
+        *,
+        keep_R: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run pairs (token at position p + 1, hidden state of position p), at position p.
+
+        Returns, [T, C] each, or [R, C] for the tokens `keep_R` alone: the hidden state that the next step
+        takes, and what the output head reads.
+        """
+        config = self.config
+        embedded_TC = F.embedding(token_ids_T, self.embed_tokens)
+        if config.fuses_embedding:
+            hidden_TC = linear(torch.cat([embedded_TC, hidden_TC], -1), self.fc, self.fc_bias)
+        out = None
+        last = config.model.num_layers - 1
+        for index, (layer, kv_2PSGD) in enumerate(zip(self.eagle_layers, kv_L2PSGD.unbind(0), strict=True)):
+            keep = keep_R if index == last else None
+            out, hidden_TC = layer(out, hidden_TC, embedded_TC, kv_2PSGD, self.cos_sin_LD, batch, self.backend, keep)
+        norm = self.unit if self.final_norm is None else self.final_norm
+        assert out is not None
+        normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, norm, config.model.rms_norm_eps)
+        if self.final_norm is None:
+            return hidden_TC, hidden_TC
+        return normed_TC if config.norm_output else hidden_TC, normed_TC
+
+    def head_input(self, hidden_RC: Tensor) -> Tensor:
+        """What the output head reads, from the hidden state that a pass gave to the next step."""
+        if self.final_norm is None or self.config.norm_output:
+            return hidden_RC
+        return rms_norm(hidden_RC, self.final_norm, self.config.model.rms_norm_eps)
+
+    def logits(self, head_input_RC: Tensor) -> Tensor:
+        """[R, C] -> [R, W]; entry i stands for the target's id `target_ids_W[i]`, or i where there is no map."""
+        return linear(head_input_RC, self.lm_head)
+
+    def cost(self, *, fused: bool, tokens_per_row: int = 1) -> Cost:
+        """What one pass must read and compute; `fused`: it starts with the target's states."""
+        model = self.config.model
+        layers, head = sum(p.numel() for p in self.layers.parameters()), self.lm_head.numel()
+        fc = self.fc.numel() if fused or self.config.fuses_embedding else 0
+        cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+        # all but fc and the projections to q, k and v run for one token of a row
+        early = fc + sum(layer.attention.qkv_weight.numel() for layer in self.eagle_layers)
+        late = layers + fc + head - early
+        return Cost(
+            weight_bytes=(layers + fc + head) * self.fc.dtype.itemsize,
+            cache_bytes=cache * self.backend.shape.kv_dtype.itemsize,
+            flops=2 * (early + late // tokens_per_row),
+        )
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Plain tensor name -> the weight, or part of a fused one, that it fills; `d2t` is not among them."""
+        optional = {
+            "fc.bias": self.fc_bias,
+            "input_norm.weight": self.fc_input_norm,
+            "norm.weight": self.final_norm,
+            "embed_tokens.weight": self.embed_tokens if self.config.own_embeddings else None,
+            "lm_head.weight": self.lm_head if self.config.own_head else None,
+        }
+        found: dict[str, Tensor] = {"fc.weight": self.fc}
+        found |= {name: weight for name, weight in optional.items() if weight is not None}
+        found |= {f"fc_norm.{index}.weight": weight for index, weight in enumerate(self.fc_norms)}
+        for index, layer in enumerate(self.eagle_layers):
+            found |= layer.destinations(f"layers.{index}")
+        return found

@@ -1,0 +1,60 @@
+"""What a drafter's checkpoint looks like, whatever it is called: by its config and the names of its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+KINDS = {
+    "eagle": "an EAGLE-1 or EAGLE-2 head",
+    "eagle3": "an EAGLE-3 head",
+    "peagle": "a P-EAGLE head",
+    "dflash": "a DFlash drafter",
+    "dspark": "a DSpark drafter",
+    "mtp": "a multi-token-prediction module",
+    "medusa": "a set of Medusa heads",
+    "draft_model": "a whole language model",
+}
+"""Method name -> what its checkpoints are, in words."""
+
+_SKIPPED = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$|^verifier_")
+"""Tensors that only training needs."""
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without the wrappers that exports put around it; empty for one that is not needed.
+
+    `model.layers.0.x` and `midlayer.x` -> `layers.0.x`.
+    """
+    if _SKIPPED.search(name):
+        return ""
+    name = name.removeprefix("model.")
+    if name == "draft_id_to_target_id":
+        return "d2t"
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def kind_of(config: Mapping[str, Any], plain_names: Iterable[str]) -> str | None:
+    """The method, a key of `KINDS`, that a checkpoint was made for; None where nothing tells.
+
+    Exports of EAGLE heads call themselves `LlamaForCausalLM` as whole models do, so the tensors decide.
+    """
+    if kind := config.get("speculators_model_type"):
+        return str(kind)
+    said = " ".join([*(config.get("architectures") or []), str(config.get("model_type") or "")]).lower()
+    names = set(plain_names)
+    for kind in ("dflash", "dspark", "medusa", "mtp"):
+        if kind in said:
+            return kind
+    if "markov_head.markov_w1.weight" in names:
+        return "dspark"
+    if "fc.weight" in names:
+        if "layers.0.hidden_norm.weight" in names or "eagle3" in said:
+            return "eagle3"
+        return "dflash" if "hidden_norm.weight" in names else "eagle"
+    if "eagle3" in said:
+        return "eagle3"  # and incomplete, which its reader says better
+    if "layers.0.input_layernorm.weight" in names:
+        return "draft_model"
+    return None
