@@ -213,15 +213,26 @@ class GraphTable:
     # ---- run --------------------------------------------------------------------------------
 
     def run(
-        self, name: str, rows: int, inputs: Mapping[str, Tensor] | None = None, *, tokens: int | None = None
+        self,
+        name: str,
+        rows: int,
+        inputs: Mapping[str, Tensor] | None = None,
+        *,
+        tokens: int | None = None,
+        rows_across_ranks: int | None = None,
     ) -> dict[str, Tensor]:
         """Run a phase for `rows` live rows and return views of its outputs' live part.
 
         A slot that is not among `inputs` is read as an earlier phase (or `buffers.write`) left it.
         The views are overwritten by the next run of any phase with an output of that name.
 
+        `rows_across_ranks` is what the ranks agreed on: the rows of the one that has most. All of
+        them then run the graph of that size, or all run eager; a rank may have no live row at all.
+        The size of a ragged graph is its tokens, which ranks agree on by other means.
+
         Raises ValueError for unknown inputs, or slots that hold another number of entries;
-        GraphError if there is no graph for this size and the phase, or the user, forbids eager.
+        GraphError if there is no graph for this size and the phase, or the user, forbids eager, or if
+        a graph should be there and is not.
         """
         state = self._states[name]
         phase = state.phase
@@ -233,15 +244,20 @@ class GraphTable:
                 raise ValueError(f"{name} has no slot {slot!r}; it takes {sorted(phase.slots)}")
             self.buffers.write(slot, value)
         self.buffers.require(phase, rows, live_tokens)
-        key = self.key_for(name, rows, live_tokens)
+        agreed = max(rows, rows_across_ranks or 0)
+        key = self.key_for(name, agreed, live_tokens)
         if self.poison:
             if self._poison_more:
                 self._poison_more()
             self.buffers.poison_outputs(phase)
         if key is None:
-            self._run_eager(state, rows, live_tokens)
+            self._run_eager(state, rows, live_tokens, agreed)
         else:
-            entry = self._entries[key]
+            entry = self._entries.get(key)
+            if entry is None:
+                raise GraphError(
+                    f"{name} at {key.rows} rows, {key.tokens} tokens is dispatched, but was never captured"
+                )
             self.buffers.pad(phase, (rows, live_tokens), (key.rows, key.tokens), poison=self.poison)
             if entry.program is None:
                 entry.program = self._record(key)  # which runs it
@@ -253,9 +269,9 @@ class GraphTable:
         self.buffers.produced(phase, rows, live_tokens)
         return self.buffers.views(phase.outputs, rows, live_tokens)
 
-    def _run_eager(self, state: _PhaseState, rows: int, tokens: int) -> None:
+    def _run_eager(self, state: _PhaseState, rows: int, tokens: int, agreed: int) -> None:
         phase = state.phase
-        why = self._why_eager(state, rows, tokens if phase.ragged else None)
+        why = self._why_eager(state, agreed, tokens if phase.ragged else None)
         if GraphMode.NONE not in phase.modes:
             raise GraphError(f"{phase.name}: {why}, and the phase does not allow eager")
         if self.require_graphs and self._owes_graphs(state):
