@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from draftloop.errors import GraphError
 from draftloop.graphs.program import Body, Call, Program, Recorder
+from draftloop.kernels.opaque import BODIES
 
 aten = torch.ops.aten
 
@@ -47,6 +48,9 @@ HOST_METHODS = {
 
 UNWRITTEN = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
 """Ops that return memory nobody has written."""
+
+MAX_SCRATCH_BYTES = 64 << 10
+"""Such memory up to this size is allocated once, not at every replay."""
 
 
 def poison_(tensor: Tensor) -> None:
@@ -80,10 +84,13 @@ class _Ref:
 class _Op:
     """One recorded op. Arguments that earlier ops make are looked up in the registers at replay."""
 
-    __slots__ = ("aliases", "args", "frees", "func", "kwargs", "nested", "out", "outs", "refs")
+    __slots__ = ("aliases", "args", "frees", "func", "kwargs", "nested", "out", "outs", "refs", "run", "unwritten")
 
     def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], out: Any, *, aliases: bool) -> None:
         self.func, self.args, self.kwargs, self.out = func, args, kwargs, out
+        # dispatching costs more than small ops take: ours run their bodies, and torch's what OpOverload wraps
+        self.run = BODIES.get(func, func._op)
+        self.unwritten = func in UNWRITTEN
         self.aliases = aliases  # returns (a view of) an argument rather than memory of its own
         self.refs = [(i, a.index) for i, a in enumerate(args) if isinstance(a, _Ref)]
         leaves = tree_flatten((args, kwargs))[0]
@@ -97,6 +104,7 @@ class Tape(TorchDispatchMode, Program):
 
     Results inside the tape live in registers that are dropped after their last use. With
     `static` they keep their address instead, as tensors that a call between segments holds must.
+    Small memory that an op asks for to write to, such as attention's output, keeps its address always.
     """
 
     def __init__(self, *, static: bool) -> None:
@@ -105,6 +113,7 @@ class Tape(TorchDispatchMode, Program):
         self.poisoned = False
         self._ops: list[_Op | Call] = []
         self._registers: dict[int, int] = {}  # id of a recorded tensor -> register
+        self._scratch: list[Tensor] = []  # memory that ops write to and that stays
         self._kept: list[Any] = []  # recorded tensors stay alive while ids are looked up
         self._count = 0
 
@@ -114,6 +123,9 @@ class Tape(TorchDispatchMode, Program):
             raise GraphError(f"{func} needs the host to read a device value; it cannot be captured")
         with torch._C.DisableTorchFunction():  # the body of an op is device code: it may read what it likes
             out = func(*args, **kwargs)
+        if func in UNWRITTEN and out.nbytes <= MAX_SCRATCH_BYTES:
+            self._scratch.append(out)
+            return out
         swap = self._swap
         op = _Op(
             func,
@@ -161,6 +173,8 @@ class Tape(TorchDispatchMode, Program):
     @torch.inference_mode()
     def poison(self) -> None:
         self.poisoned = True
+        for memory in self._scratch:
+            poison_(memory)
         if self.static:
             for op in self._ops:
                 if isinstance(op, _Op) and not op.aliases:
@@ -171,6 +185,9 @@ class Tape(TorchDispatchMode, Program):
     @torch.inference_mode()
     def replay(self) -> None:
         registers: list[Any] = [None] * self._count
+        if self.poisoned:
+            for memory in self._scratch:
+                poison_(memory)
         for op in self._ops:
             if not isinstance(op, _Op):
                 op()
@@ -184,8 +201,8 @@ class Tape(TorchDispatchMode, Program):
                 args = args.copy()
                 for position, index in op.refs:
                     args[position] = registers[index]
-            out = op.func(*args, **kwargs)
-            if self.poisoned and op.func in UNWRITTEN:
+            out = op.run(*args, **kwargs)
+            if self.poisoned and op.unwritten:
                 poison_(out)
             if self.static and not op.aliases:
                 for kept, new in zip(tree_flatten(op.out)[0], tree_flatten(out)[0], strict=True):

@@ -221,7 +221,10 @@ def residual_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = Non
 
     [T, N], or fp32 [X, T, N] to be added up over X where the kernel splits K.
     """
-    if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
-        if choose(*weight_NK.shape, _num_sms(x_TK.device), may_split=True).splits > 1:
-            return linear_split_triton(x_TK, weight_NK, bias_N)
+    if (
+        x_TK.is_cuda
+        and _is_skinny(x_TK, weight_NK)
+        and choose(*weight_NK.shape, _num_sms(x_TK.device), may_split=True).splits > 1
+    ):
+        return linear_split_triton(x_TK, weight_NK, bias_N)
     return linear(x_TK, weight_NK, bias_N)
