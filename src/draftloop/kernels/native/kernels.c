@@ -66,7 +66,7 @@ INLINE float dot(const float *a, const float *b, int64_t size) {
     return total;
 }
 
-// e^x to 2 units in the last place; 0 where the result would be subnormal. Free of branches, so that loops
+// e^x to 2 units in the last place; 0 where the result would be subnormal, infinite from 88.7 on. Free of branches, so that loops
 // over it become vector code.
 INLINE float exp_of(float x) {
     float clamped = x < -87.3f ? -87.3f : x > 88.7f ? 88.7f : x;
@@ -88,7 +88,7 @@ INLINE float exp_of(float x) {
     p *= scale.f;
     scale.i = (exponent - half + 127) << 23;
     p *= scale.f;
-    return x < -87.3f ? 0.0f : p;
+    return x < -87.3f ? 0.0f : x > 88.7f ? INFINITY : p;
 }
 
 // --- linear: out[T, N] = x[T, K] @ weight[N, K]^T + bias[N] ---

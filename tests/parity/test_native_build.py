@@ -1,0 +1,172 @@
+"""Compiling the C kernels: once, by whoever comes first; and nothing but speed is lost without a compiler."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftloop.kernels.linear import linear
+from draftloop.kernels.native import build, ops
+from draftloop.kernels.native.build import BuildError, find_compiler, library, load
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler (cc, gcc or clang)"
+)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kernels as in a process that has not asked for them, with an empty cache."""
+    monkeypatch.setenv("DRAFTLOOP_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(ops, "_c", None)
+    monkeypatch.delenv("CC", raising=False)
+    # a cache of its own, so that what later tests use is left alone
+    monkeypatch.setattr(ops, "library", library.__wrapped__)
+    return tmp_path / "native"
+
+
+def fallback_works() -> None:
+    x, weight = torch.randn(2, 64), torch.randn(8, 64)
+    assert not ops.takes_linear(x, weight, None)
+    torch.testing.assert_close(linear(x, weight), x @ weight.T)
+
+
+@NEEDS_COMPILER
+def test_the_second_process_finds_what_the_first_has_made(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.available()
+    (made,) = fresh.iterdir()
+    modified = made.stat().st_mtime_ns
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    start = time.perf_counter()
+    assert load(fresh) is not None
+    assert time.perf_counter() - start < 0.1
+    assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [modified]
+
+
+@NEEDS_COMPILER
+def test_other_flags_or_another_machine_get_their_own(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {build.build(fresh).name}
+    monkeypatch.setattr(build, "_cpu", lambda: "another processor")
+    names.add(build.build(fresh).name)
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
+    names.add(build.build(fresh).name)
+    assert {path.name for path in fresh.iterdir()} == names
+    assert len(names) == 3
+
+
+@NEEDS_COMPILER
+def test_processes_that_build_at_once_all_succeed(fresh: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from draftloop.kernels.native.build import load; load(Path(sys.argv[1]))"
+    )
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda _: subprocess.run([sys.executable, "-c", script, str(fresh)]), range(3)))
+    assert [process.returncode for process in done] == [0, 0, 0]
+    assert [path.suffix for path in fresh.iterdir()] == [".so"]
+
+
+@NEEDS_COMPILER
+def test_a_damaged_file_is_made_anew(fresh: Path) -> None:
+    path = build.build(fresh)
+    path.write_bytes(path.read_bytes()[:100])
+    assert load(fresh) is not None
+
+
+@NEEDS_COMPILER
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc to look at")
+def test_torch_and_the_kernels_share_one_pool_of_threads() -> None:
+    assert ops.available()
+    maps = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert len([path for path in maps if "/libgomp" in path or "/libomp" in path or "/libiomp" in path]) <= 1
+
+
+def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(BuildError, match="install gcc"):
+        find_compiler()
+    with caplog.at_level(logging.WARNING, "draftloop"):
+        fallback_works()
+    assert "there is no C compiler; install gcc" in caplog.text
+    assert "slower" in caplog.text
+    assert not fresh.exists()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [
+        ("no-such-compiler -m64", "CC names, 'no-such-compiler -m64', does not exist"),
+        ("false", "failed: exit status 1"),
+        ("true", "FileNotFoundError"),
+        ("{tmp}/broken --wrapped", "kernels.c:1: error: it is broken"),
+    ],
+)
+def test_a_compiler_that_does_not_work(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str, message: str
+) -> None:
+    broken = fresh.parent / "broken"
+    broken.write_text("#!/bin/sh\necho 'kernels.c:1: error: it is broken' >&2\nexit 2\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", compiler.format(tmp=fresh.parent))
+    with caplog.at_level(logging.WARNING, "draftloop"):
+        fallback_works()
+    assert message in caplog.text
+    assert not list(fresh.glob("*")), "nothing is left lying about"
+
+
+@NEEDS_COMPILER
+def test_a_cache_that_cannot_be_written(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fresh.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING, "draftloop"):
+        fallback_works()
+    assert "FileExistsError" in caplog.text or "NotADirectoryError" in caplog.text
+
+
+def test_the_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "draftloop"):
+            assert library() is None
+            assert library() is None
+        assert len(caplog.records) == 1
+    finally:
+        library.cache_clear()
+
+
+@NEEDS_COMPILER
+def test_the_source_gives_no_warnings(tmp_path: Path) -> None:
+    command = [
+        *find_compiler(),
+        *build.FLAGS,
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        str(build.SOURCE),
+        "-o",
+        str(tmp_path / "k"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("machine", ["x86-64", "haswell", "skylake-avx512"])
+def test_the_source_compiles_for_other_vector_widths(tmp_path: Path, machine: str) -> None:
+    if not Path("/proc/cpuinfo").exists() or "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("not an x86 machine whose compiler knows these")
+    flags = [f"-march={machine}" if flag == "-march=native" else flag for flag in build.FLAGS]
+    command = [*find_compiler(), *flags, "-Wall", "-Werror", str(build.SOURCE), "-o", str(tmp_path / "k")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
