@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftloop.drafters.eagle_config import EagleConfig
-from draftloop.models.config import ModelConfig
+from draftloop.models.config import ModelConfig, RopeConfig
 from helpers import HEADS, HIDDEN, KV_HEADS, MAX_LEN, VOCAB, _folder
 
 DRAFT_VOCAB = 64
@@ -29,6 +29,8 @@ def head_config(method: str = "eagle3", *, width: int = HIDDEN, max_len: int = M
         num_kv_heads=KV_HEADS,
         head_dim=16,
         max_position_embeddings=max_len,
+        rope=RopeConfig(original_max_position_embeddings=max_len),
+        dtype="float32",
     )
     eagle3 = {"num_aux": 3, "wide_layers": (True,), "input_norms": (True,), "has_map": True, "layer_ids": (0, 1, 2)}
     eagle1 = {"wide_layers": (False,), "input_norms": (False,), "final_norm": False, "own_head": False}
@@ -136,7 +138,7 @@ def tiny_head(
 
 def write_head(name: str, config: dict[str, Any], weights: dict[str, Tensor], *, pickled: bool = False) -> str:
     folder = _folder() / f"head-{name}"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if pickled:
         torch.save(weights, folder / "pytorch_model.bin")

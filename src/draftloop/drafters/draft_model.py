@@ -20,6 +20,8 @@ from draftloop.attention.batches import ragged_batch, uniform_batch
 from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Drafter, Rounds, Target
+from draftloop.drafters.files import read_shapes
+from draftloop.drafters.kinds import check_kind, plain_name
 from draftloop.drafters.write import write_next
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
@@ -27,6 +29,7 @@ from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
 from draftloop.models.dense import DenseDecoder, attention_shape
 from draftloop.models.loader import load_config, load_model, resolve_model
+from draftloop.models.resolve import read_json
 from draftloop.models.vocabulary import same_tokenizer
 
 MAX_VOCAB_PADDING = 1024
@@ -48,6 +51,7 @@ class DraftModelDrafter(Drafter):
             raise ConfigError("speculative method 'draft_model' needs 'model', the drafting model")
         self.load_format = spec.load_format or target.load_format
         self.source = resolve_model(spec.model, revision=spec.revision, load_format=self.load_format)
+        self._check_kind()
         self.config = load_config(self.source)
         self._check_vocabulary()
         if self.config.max_position_embeddings < target.max_model_len:
@@ -57,6 +61,13 @@ class DraftModelDrafter(Drafter):
             )
         name = resolve_attention_name(spec.attention_backend or "auto", target.device.type)
         self.backend_class = attention_backend(name, target.device.type)
+
+    def _check_kind(self) -> None:
+        """A head for another method often calls itself by the name of a whole model."""
+        folder = self.source.folder
+        if folder is not None and any(folder.glob("*.safetensors")):
+            names = map(plain_name, read_shapes(folder))
+            check_kind(self.name, read_json(folder / "config.json"), names, name=str(self.spec.model))
 
     def _check_vocabulary(self) -> None:
         ours, theirs = self.config.vocab_size, self.target.vocab_size

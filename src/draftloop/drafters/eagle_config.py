@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from draftloop.drafters.kinds import KINDS, kind_of, plain_name
+from draftloop.drafters.files import Shape
+from draftloop.drafters.kinds import KINDS, check_kind, plain_name
 from draftloop.errors import ConfigError
 from draftloop.models.config import PRESETS, ModelConfig
 from draftloop.models.dense import FINAL_HIDDEN
 
-Shape = tuple[int, ...]
 Method = Literal["eagle", "eagle3"]
 
 FIRST = "layers.0."
@@ -153,11 +153,7 @@ def parse(
     """
     names = {plain_name(full): full for full in tensors}
     names.pop("", None)
-    kind = kind_of(config, names)
-    if kind != method:
-        looks = KINDS.get(kind or "", "something else")
-        remedy = f"use method {kind!r}" if kind in ("eagle", "eagle3", "draft_model") else "choose another checkpoint"
-        raise ConfigError(f"speculative method is {method!r}, but {name!r} looks like {looks}; {remedy}")
+    check_kind(method, config, names, name=name)
     shapes = {plain: tuple(tensors[full]) for plain, full in names.items()}
     head = _read(config, shapes, method)
     check_shapes(head, shapes, name)
@@ -251,13 +247,17 @@ def _model(base: dict[str, Any], shapes: Mapping[str, Shape], num_layers: int) -
             "tie_word_embeddings": False,
         }
     )
+
+    def some(*names: str) -> bool:
+        return any(FIRST + name in shapes for name in names)
+
     return replace(
         model,
         vocab_size=shapes.get("embed_tokens.weight", (model.vocab_size,))[0],
-        qkv_bias=f"{FIRST}self_attn.q_proj.bias" in shapes,
-        o_bias=f"{FIRST}self_attn.o_proj.bias" in shapes,
-        mlp_bias=f"{FIRST}mlp.down_proj.bias" in shapes,
-        qk_norm=f"{FIRST}self_attn.q_norm.weight" in shapes,
+        qkv_bias=some("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        o_bias=some("self_attn.o_proj.bias"),
+        mlp_bias=some("mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"),
+        qk_norm=some("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
     )
 
 

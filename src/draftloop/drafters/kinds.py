@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from draftloop.errors import ConfigError
+
 KINDS = {
     "eagle": "an EAGLE-1 or EAGLE-2 head",
     "eagle3": "an EAGLE-3 head",
@@ -58,3 +60,14 @@ def kind_of(config: Mapping[str, Any], plain_names: Iterable[str]) -> str | None
     if "layers.0.input_layernorm.weight" in names:
         return "draft_model"
     return None
+
+
+def check_kind(method: str, config: Mapping[str, Any], plain_names: Iterable[str], *, name: str) -> None:
+    """Raises ConfigError, saying what the checkpoint looks like, if it was made for another method."""
+    kind = kind_of(config, plain_names)
+    if kind is not None and kind != method:
+        looks = KINDS.get(kind, f"something of kind {kind!r}")
+        remedy = f"use method {kind!r}, or choose" if kind in KINDS else "choose"
+        raise ConfigError(
+            f"speculative method is {method!r}, but {name!r} looks like {looks}; {remedy} another checkpoint"
+        )

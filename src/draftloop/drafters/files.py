@@ -1,0 +1,59 @@
+"""Drafters' checkpoints on disk: which files, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftloop.errors import ConfigError
+from draftloop.models.resolve import weight_files
+
+Shape = tuple[int, ...]
+
+PICKLE = "pytorch_model.bin"
+"""The older heads come in this form only. It is read as tensors and nothing else, so it cannot run code."""
+
+Read = Callable[[str], Tensor]
+
+
+def has_only_pickle(folder: Path) -> bool:
+    return (folder / PICKLE).is_file() and not any(folder.glob("*.safetensors"))
+
+
+def read_shapes(folder: Path) -> dict[str, Shape]:
+    """Names and shapes of all tensors. Raises ConfigError for files that are missing or damaged."""
+    with open_weights(folder) as (shapes, _):
+        return dict(shapes)
+
+
+@contextmanager
+def open_weights(folder: Path) -> Generator[tuple[Mapping[str, Shape], Read]]:
+    """The tensors' shapes, and a function that reads one by its name in the files. Raises ConfigError."""
+    if has_only_pickle(folder):
+        try:
+            weights = torch.load(folder / PICKLE, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # unpickling raises whatever it likes
+            raise ConfigError(f"cannot read {folder / PICKLE} as plain tensors: {error}") from error
+        yield {name: tuple(weight.shape) for name, weight in weights.items()}, weights.__getitem__
+        return
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, Shape] = {}
+    owners: dict[str, Path] = {}
+    try:
+        for file in weight_files(folder):
+            with safe_open(file, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118  not a dict
+                    owners[name], shapes[name] = file, tuple(shard.get_slice(name).get_shape())
+
+        def read(name: str) -> Tensor:
+            with safe_open(owners[name], framework="pt") as shard:
+                return shard.get_tensor(name)
+
+        yield shapes, read
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot read the weights in {folder}: {error}; download them again") from error
