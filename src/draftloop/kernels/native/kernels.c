@@ -218,39 +218,56 @@ int dl_rope_write(const float *qkv_TE, const int64_t *positions_T, const int64_t
 
 // --- paged attention ---
 
-enum { BLOCK = 32 };  // keys whose scores are held at once
+enum { BLOCK = 64 };  // keys whose scores are held at once
+
+// out[D] += the sum of weight[j] * v[j]. `width` vectors at a time, so that their sums do not wait for each other.
+INLINE void mix(const float *weight, const float *v, int64_t stride, int64_t n, float *out, const int width) {
+    vec sums[4];
+    UNROLL for (int i = 0; i < width; i++) sums[i] = load(out + i * LANES);
+    for (int64_t j = 0; j < n; j++)
+        UNROLL for (int i = 0; i < width; i++) sums[i] += weight[j] * load(v + j * stride + i * LANES);
+    UNROLL for (int i = 0; i < width; i++) store(out + i * LANES, sums[i]);
+}
 
 // One query head of one token against the keys first .. last - 1: softmax block by block, rescaled as the
 // maximum grows. `pages` has the page of every `page_size` keys.
 static void attend(const float *q, const float *keys, const int32_t *pages, int64_t first, int64_t last,
                    const Cache *cache, int64_t D, float scale, float *out) {
+    const int64_t stride = cache->token_stride, size = cache->page_size;
     float best = -INFINITY, total = 0;
     memset(out, 0, D * sizeof(float));
     for (int64_t start = first; start < last;) {
-        const int64_t offset = start % cache->page_size;
         // blocks end at fixed places, so that sums do not depend on where a pass begins
-        const int64_t count = min(last, start - offset % BLOCK + min(BLOCK, cache->page_size)) - start;
-        const int64_t n = min(count, cache->page_size - offset);
-        const float *k = keys + pages[start / cache->page_size] * cache->page_stride + offset * cache->token_stride;
-        const float *v = k + cache->side_stride;
+        const int64_t end = min(last, start - start % BLOCK + BLOCK);
         float weight[BLOCK], top = best, sum = 0;
-        for (int64_t j = 0; j < n; j++) {
-            weight[j] = dot(q, k + j * cache->token_stride, D) * scale;
-            top = weight[j] > top ? weight[j] : top;
+        for (int64_t at = start, n; at < end; at += n) {  // page by page
+            const float *k = keys + pages[at / size] * cache->page_stride + at % size * stride;
+            n = min(end - at, size - at % size);
+            for (int64_t j = 0; j < n; j++) {
+                for (int64_t d = 0; d < D; d += 16) __builtin_prefetch(k + cache->side_stride + j * stride + d);
+                const float score = weight[at - start + j] = dot(q, k + j * stride, D) * scale;
+                top = score > top ? score : top;
+            }
         }
-        // nothing to rescale before the first block; and a score of -inf or NaN must not make a difference of them
-        const float shrink = total == 0 ? 0.0f : exp_of(best - top);
+        const int64_t count = end - start;
 #pragma omp simd
-        for (int64_t j = 0; j < n; j++) weight[j] = exp_of(weight[j] - top);
-        for (int64_t j = 0; j < n; j++) sum += weight[j];
-        for (int64_t d = 0; d < D; d += LANES) {
-            vec mixed = load(out + d) * shrink;
-            for (int64_t j = 0; j < n; j++) mixed += weight[j] * load(v + j * cache->token_stride + d);
-            store(out + d, mixed);
+        for (int64_t j = 0; j < count; j++) weight[j] = exp_of(weight[j] - top);
+        for (int64_t j = 0; j < count; j++) sum += weight[j];
+        if (total != 0 && top != best) {
+            const float shrink = exp_of(best - top);
+            for (int64_t d = 0; d < D; d++) out[d] *= shrink;
+            total *= shrink;
         }
-        total = total * shrink + sum;
+        for (int64_t at = start, n; at < end; at += n) {
+            const float *v = keys + cache->side_stride + pages[at / size] * cache->page_stride + at % size * stride;
+            n = min(end - at, size - at % size);
+            int64_t d = 0;
+            for (; d + 4 * LANES <= D; d += 4 * LANES) mix(weight + (at - start), v + d, stride, n, out + d, 4);
+            for (; d < D; d += LANES) mix(weight + (at - start), v + d, stride, n, out + d, 1);
+        }
+        total += sum;
         best = top;
-        start += n;
+        start = end;
     }
     for (int64_t d = 0; d < D; d++) out[d] /= total;
 }

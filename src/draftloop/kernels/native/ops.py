@@ -11,7 +11,7 @@ engine, N pages per row.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any
@@ -61,7 +61,7 @@ def _bind(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 @contextmanager
-def switched_off() -> Iterator[None]:
+def switched_off() -> Generator[None]:
     """Inside, torch's operators are used."""
     global _off
     before, _off = _off, True
