@@ -11,6 +11,7 @@ from torch import Tensor
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import GraphMode, Key
 from draftloop.graphs.table import GraphTable
+from draftloop.request import SamplingParams
 from helpers import MODES, answers, assert_all_free, greedy, make_engine, prompts, tiny_model
 
 
@@ -135,3 +136,28 @@ def test_a_steady_step_runs_no_phase_eager(device, drafter):
     llm.generate(prompts(7), greedy(24))
     assert sum(llm.get_graph_report().eager_runs.values()) == 0
     llm.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
+@pytest.mark.parametrize("drafter", CONFIGS)
+def test_a_step_as_one_graph_says_the_same_as_phase_by_phase(device, drafter, overlap):
+    settings = {"cudagraph_mode": "FULL_AND_PIECEWISE", "dtype": "float32", "async_scheduling": overlap}
+    apart = start(device, drafter, iteration_graph=False, **settings)
+    whole = start(device, drafter, iteration_graph=True, **settings)
+    asked = prompts(7)
+    for temperature, seed in ((0.0, None), (0.8, 7)):
+        params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=10 + 3 * i) for i in range(7)]
+        for poison in (False, True):
+            whole.engine.table.poison = poison
+            whole.reset_graph_counts()
+            assert answers(whole.generate(asked, params)) == answers(apart.generate(asked, params)), (
+                temperature,
+                poison,
+            )
+            replays = whole.get_graph_report().replays
+            assert replays["iteration" if temperature == 0 else "iteration.sampled"] > 0
+            if overlap or drafter != "ngram":  # without overlap, a step for which nothing was drafted is plain
+                assert replays["target.verify" if drafter != "none" else "target.decode"] == 0
+    assert_all_free(whole)
+    apart.close()
+    whole.close()

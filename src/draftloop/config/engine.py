@@ -57,6 +57,8 @@ class EngineConfig:
     """Row counts to capture, instead of the default ladder. The unit is rows, not tokens."""
     require_graphs: bool = False
     """Make it an error where a step that allows graphs is not covered or runs eager."""
+    iteration_graph: bool | None = None
+    """Run a whole decoding step as one graph; left out, on for GPUs."""
     attention_backend: str = "auto"
     """Attention implementation; auto takes the best one for the device."""
     async_scheduling: bool | None = None

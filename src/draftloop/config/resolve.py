@@ -61,6 +61,8 @@ class Resolved:
     """Row counts to capture and to pad to, rising; settled in mode NONE too."""
     token_buckets: tuple[int, ...]
     """Token counts of prefill batches to capture and to pad to, rising."""
+    iteration_graph: bool
+    """Verify, accept and draft are one graph."""
     pipeline_depth: int
     """Steps in flight: 2 plans the next while one runs, 1 waits for each."""
     require_graphs: bool
@@ -86,6 +88,7 @@ class _Resolver:
         max_model_len = self.max_model_len()
         max_prefill_rows = min(self.config.max_prefill_rows, self.config.max_num_seqs)
         budget = self.max_num_batched_tokens(device, max_model_len * max_prefill_rows)
+        graph_mode = self.graph_mode(device)
         return Resolved(
             device=device,
             dtype=self.dtype(device),
@@ -94,9 +97,10 @@ class _Resolver:
             max_prefill_rows=max_prefill_rows,
             max_num_batched_tokens=budget,
             block_size=self.block_size(),
-            graph_mode=self.graph_mode(device),
+            graph_mode=graph_mode,
             row_buckets=self.row_buckets(device),
             token_buckets=token_ladder(budget),
+            iteration_graph=self.iteration_graph(device, graph_mode),
             pipeline_depth=self.pipeline_depth(device),
             require_graphs=self.config.require_graphs,
             choices=tuple(self.choices),
@@ -182,6 +186,19 @@ class _Resolver:
             return self.choose("cudagraph_capture_sizes", dense_ladder(most), reason)
         reason = "powers of two and the largest: each tape costs a forward pass"
         return self.choose("cudagraph_capture_sizes", doubling_ladder(1, most), reason)
+
+    def iteration_graph(self, device: str, mode: GraphModeName) -> bool:
+        # a drafter on the host, one that observes included, looks at each step's parts
+        asked, full = self.config.iteration_graph, mode in ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+        if asked and not full:
+            raise ConfigError(f"iteration_graph is set, but cudagraph_mode {mode!r} has no full graphs; leave one out")
+        if asked and self.facts.host_drafter:
+            raise ConfigError("iteration_graph is set, but this drafter works on the host between steps; leave it out")
+        if asked is not None:
+            return asked
+        if device == "cuda" and full and not self.facts.host_drafter:
+            return self.choose("iteration_graph", True, "one launch for each decoding step")
+        return False
 
     def pipeline_depth(self, device: str) -> int:
         asked, host = self.config.async_scheduling, self.facts.host_drafter

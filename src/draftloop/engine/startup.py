@@ -18,6 +18,7 @@ from draftloop.config.engine import EngineConfig
 from draftloop.config.resolve import Facts, Resolved, resolve
 from draftloop.drafters.base import Drafter, Target, drafter_class
 from draftloop.engine.core import EngineCore
+from draftloop.engine.iteration import iteration_phases
 from draftloop.engine.target import target_phases
 from draftloop.engine.worker import Worker
 from draftloop.graphs.phase import Key, ModeSetting
@@ -150,6 +151,8 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     )
     if drafter:
         phases += drafter.phases(state, pool.caches[1:])
+    if resolved.iteration_graph:
+        phases += iteration_phases(phases, drafter)
     table = GraphTable(
         phases,
         Ladders(rows=resolved.row_buckets, tokens=resolved.token_buckets, prefill_rows=resolved.max_prefill_rows),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftloop.drafters.base import Drafter, HostRow, Rounds
+from draftloop.engine.iteration import iteration_name
 from draftloop.engine.target import OUTCOME_COUNTS, accept_name, verify_name
 from draftloop.graphs.table import GraphTable
 from draftloop.kvcache.rows import NO_DRAFT, NULL_PAGE, RowState
@@ -150,6 +151,10 @@ class Worker:
         num_drafts = self.num_drafts if any(s.speculation and s.has_drafts for s in sequences) else 0
         run = partial(self.table.run, rows_across_ranks=flight.plan.rows_across_ranks)
         self._write_rows([sequence.row for sequence in sequences])
+        whole = iteration_name(kind)
+        if num_drafts == self.num_drafts and self.table.covers(whole, num_rows):
+            flight.copy("outcome", run(whole, num_rows)["outcome"])
+            return
         if num_drafts and self._drafts_on_host:
             assert self.drafter is not None
             for name, value in self.drafter.host_inputs([self._host_row(s) for s in sequences]).items():

@@ -5,7 +5,7 @@ Whoever runs a step over and over declares it as a `Phase`; the graph table does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
@@ -142,10 +142,46 @@ class Phase:
     reason: str = ""
     """Why `modes` is not everything; shown in the coverage report."""
     cost: Cost = Cost()
+    parts: tuple[Phase, ...] = ()
+    """Phases of the same table that this one runs in order; see `chain`."""
 
     @property
     def ragged(self) -> bool:
         return self.tokens_per_row is None
+
+
+def chain(name: str, parts: Sequence[Phase]) -> Phase:
+    """One phase that runs others in order, as one graph: what one part leaves, the next ones read.
+
+    It has no code of its own, and is full or nothing. Its slots are those that no earlier part
+    fills. All parts are uniform; whatever counts tokens has the first part's tokens per row.
+    """
+    slots: dict[str, Slot] = {}
+    outputs: dict[str, Output] = {}
+    for part in parts:
+        slots |= {slot: spec for slot, spec in part.slots.items() if slot not in outputs}
+        outputs |= part.outputs
+        assert not part.ragged, part.name
+        assert GraphMode.FULL in part.modes, part.name
+        assert part.tokens_per_row == parts[0].tokens_per_row or all(
+            spec.unit is not Unit.TOKEN for spec in [*part.slots.values(), *part.outputs.values()]
+        ), part.name
+    rows = [part.max_rows for part in parts if part.max_rows is not None]
+    return Phase(
+        name=name,
+        fn=_no_code,
+        slots=slots,
+        outputs=outputs,
+        tokens_per_row=parts[0].tokens_per_row,
+        modes=frozenset({GraphMode.FULL}),
+        max_rows=min(rows, default=None),
+        reason="a chain of phases is captured whole or not at all",
+        parts=tuple(parts),
+    )
+
+
+def _no_code(launch: Launch, **slots: Tensor) -> Mapping[str, Tensor]:
+    raise AssertionError("a chain is run part by part")
 
 
 @dataclass(frozen=True, order=True, kw_only=True)

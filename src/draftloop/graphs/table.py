@@ -115,6 +115,10 @@ class GraphTable:
             return None
         return Key(phase=name, mode=state.mode, rows=bucket, tokens=bucket * phase.tokens_per_row)
 
+    def covers(self, name: str, rows: int) -> bool:
+        """True if the phase exists and has a graph for this many rows."""
+        return name in self._states and self.key_for(name, rows) is not None
+
     def keys(self) -> list[Key]:
         """Every graph to capture, the largest first, so that smaller ones fit into its memory."""
         found = {
@@ -283,6 +287,10 @@ class GraphTable:
     def _call(self, name: str, rows: int, tokens: int, attend: Attend) -> None:
         """The phase's own function over its buffers: what is captured, and what runs eager."""
         phase = self._states[name].phase
+        if phase.parts:
+            for part in phase.parts:
+                self._call(part.name, rows, rows * (part.tokens_per_row or 1), attend)
+            return
         slots = self.buffers.views(phase.slots, rows, tokens)
         targets = self.buffers.views(phase.outputs, rows, tokens)
         results = phase.fn(Launch(rows=rows, tokens=tokens, attend=attend), **slots)
