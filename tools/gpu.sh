@@ -21,6 +21,9 @@ if [ "$what" != tests ]; then
   bench none-8b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32
   bench draft-model-8b-1b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32 \
     -sc "{\"method\":\"draft_model\",\"model\":\"llama-3.2-1b\",\"num_speculative_tokens\":4,$synthetic}"
+  synthetic='"rejection_sample_method":"synthetic","synthetic_acceptance_length":3.5'
+  bench eagle3-8b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32 \
+    -sc "{\"method\":\"eagle3\",\"model\":\"eagle3-llama-3.1-8b\",\"num_speculative_tokens\":5,$synthetic}"
 fi
 if [ "$what" != bench ]; then
   "$python" -m pytest -m gpu -n 4 -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1

@@ -78,7 +78,7 @@ def _common(llm: LLM, prompt_tokens: int) -> dict[str, Any]:
         "drafter": spec.model if spec else None,
         "k": spec.num_speculative_tokens if spec else 0,
         "prompt": prompt_tokens,
-        "path": "phases",
+        "path": "iteration" if resolved.iteration_graph else "phases",
         "backend": config.attention_backend,
         "mode": resolved.graph_mode,
     }

@@ -27,6 +27,9 @@ def floor_ms(phases: Iterable[Phase], ceiling: Ceiling, *, rows: int, context: i
     """
     total = 0.0
     for phase in phases:
+        if phase.parts:
+            total += floor_ms(phase.parts, ceiling, rows=rows, context=context) / 1e3
+            continue
         tokens = rows * (phase.tokens_per_row or 1)
         cost = phase.cost
         moved = cost.weight_bytes + rows * context * cost.cache_bytes
