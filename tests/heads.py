@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,3 +146,73 @@ def write_head(name: str, config: dict[str, Any], weights: dict[str, Tensor], *,
     else:
         save_file({k: w.contiguous() for k, w in weights.items()}, folder / "model.safetensors")
     return str(folder)
+
+
+# ---- a target that counts, and a head that is always right about it ----------------------------
+
+COUNT_VOCAB, COUNT_STEP = 32, 8
+
+
+def _shift(amount: int, rows: int, columns: int, scale: float = 1.0) -> Tensor:
+    """Unit vector t -> `scale` * unit vector t + amount, counting around, in the first dimensions."""
+    weight = torch.zeros(rows, columns)
+    ids = torch.arange(COUNT_VOCAB)
+    weight[(ids + amount) % COUNT_VOCAB, ids] = scale
+    return weight
+
+
+def _counting_layer(prefix: str, inputs: int, move: int | None, scale: float = 1.0) -> dict[str, Tensor]:
+    """A layer without attention; `move`: its MLP drowns unit vector t in a larger unit vector t + move."""
+    inner, width = 2 * HIDDEN, HIDDEN // HEADS * KV_HEADS
+    shown = torch.zeros(inner, HIDDEN) if move is None else _shift(0, inner, HIDDEN)
+    return {
+        f"{prefix}self_attn.q_proj.weight": torch.zeros(HIDDEN, inputs),
+        f"{prefix}self_attn.k_proj.weight": torch.zeros(width, inputs),
+        f"{prefix}self_attn.v_proj.weight": torch.zeros(width, inputs),
+        f"{prefix}self_attn.o_proj.weight": torch.zeros(HIDDEN, HIDDEN),
+        f"{prefix}mlp.gate_proj.weight": shown,
+        f"{prefix}mlp.up_proj.weight": shown.clone(),
+        f"{prefix}mlp.down_proj.weight": _shift(move or 0, HIDDEN, inner, scale),
+        f"{prefix}input_layernorm.weight": torch.ones(HIDDEN),
+        f"{prefix}post_attention_layernorm.weight": torch.ones(HIDDEN),
+    }
+
+
+@functools.cache
+def counting_target() -> str:
+    """Folder of a four-layer Llama that says t + 8 after t.
+
+    What enters layers 0 and 1 shows t, what enters layer 2 shows t + 7, and what enters layer 3, t + 10.
+    """
+    weights = {
+        "model.embed_tokens.weight": torch.eye(COUNT_VOCAB, HIDDEN),
+        "lm_head.weight": _shift(-2, COUNT_VOCAB, HIDDEN),
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    for layer, (move, scale) in enumerate([(None, 1.0), (7, 1.0), (3, 64.0), (None, 1.0)]):
+        weights |= _counting_layer(f"model.layers.{layer}.", HIDDEN, move, scale)
+    model = head_config().model
+    config = {**config_json(replace(head_config("eagle"), model=replace(model, vocab_size=COUNT_VOCAB, num_layers=4)))}
+    return write_head("counting-target", config, weights)
+
+
+@functools.cache
+def counting_head(layer_id: int, layout: str) -> str:
+    """Folder of an EAGLE-3 head that is always right if it reads what enters layer 2 of the counting target."""
+    model = replace(head_config().model, vocab_size=COUNT_VOCAB)
+    config = head_config(
+        model=model,
+        num_aux=1,
+        layer_ids=(layer_id,),
+        norm_before_residual=True,
+        draft_vocab_size=COUNT_VOCAB,
+        has_map=False,
+    )
+    weights = {
+        "fc.weight": torch.eye(HIDDEN),
+        **_counting_layer("layers.0.", 2 * HIDDEN, COUNT_STEP),
+        "layers.0.hidden_norm.weight": torch.full((HIDDEN,), 0.01),  # so that the last step's state fades
+        "norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": _shift(1, COUNT_VOCAB, HIDDEN),
+    }
+    return write_head(f"counting-{layer_id}-{layout}", config_json(config, layout), weights)

@@ -248,6 +248,39 @@ def chat(values: dict[str, Any], *, system: str | None = None) -> None:
         llm.close()
 
 
+@_command(app, "check-drafter", [*_engine_options(model=inspect.Parameter.empty), *_speculation_options()])
+def check_drafter(
+    values: dict[str, Any],
+    drafter: Annotated[str, Parameter(help="The drafter's model: hub id or folder.")],
+    *,
+    num_prompts: int = 20,
+    output_tokens: int = 64,
+) -> None:
+    """Measure how much of what a drafter drafts is accepted, and with which aux_layer_offset it fits.
+
+    The method is read off the checkpoint unless --spec-method names it. The exit code is 1 if the drafter does
+    not work as it is.
+
+    Parameters
+    ----------
+    num_prompts:
+        Prompts to answer.
+    output_tokens:
+        Tokens of each answer.
+    """
+    for name, value in (("num-prompts", num_prompts), ("output-tokens", output_tokens)):
+        if value < 1:
+            raise ConfigError(f"--{name} is {value}; it must be at least 1")
+    spec: dict[str, Any] = {"num_speculative_tokens": 3, **(speculation_from(values) or {}), "model": drafter}
+    EngineConfig.from_mapping(**values)  # what is wrong with the options is said before torch is imported
+    from draftloop.bench.check_drafter import method_of, run_check_drafter
+
+    spec.setdefault("method", method_of(drafter, spec.get("revision")))
+    config = EngineConfig.from_mapping(speculative_config=spec, **values)
+    if not run_check_drafter(config, num_prompts=num_prompts, output_tokens=output_tokens):
+        sys.exit(1)
+
+
 @_command(bench, "latency", [*_engine_options(), *_speculation_options()])
 def latency(
     values: dict[str, Any],

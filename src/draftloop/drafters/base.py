@@ -132,6 +132,11 @@ class Drafter(ABC):
         """
         return ()
 
+    @property
+    def aux_layer_offset(self) -> int | None:
+        """What is added to the layer ids in the drafter's config to make `aux_layers`; None: nothing to choose."""
+        return None
+
     def describe(self) -> str:
         """One line for the start-up log."""
         return f"{self.name}, K={self.num_drafts}, " + ("sampled drafts" if self.sampled else "greedy drafts")

@@ -28,14 +28,14 @@ from draftloop.drafters.base import Drafter, Rounds, Target
 from draftloop.drafters.eagle_config import HEAD_PRESETS, EagleConfig, Method, check_target, parse
 from draftloop.drafters.eagle_files import fill, fill_dummy
 from draftloop.drafters.eagle_model import EagleHead
-from draftloop.drafters.files import has_only_pickle, read_shapes
+from draftloop.drafters.files import find_checkpoint, read_shapes
 from draftloop.drafters.write import write_next
 from draftloop.errors import ConfigError, nearest
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
 from draftloop.models.dense import DenseDecoder, attention_shape
-from draftloop.models.resolve import check_folder, read_json, resolve_model
+from draftloop.models.resolve import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -83,23 +83,19 @@ class _Eagle(Drafter):
                 f"Known: {', '.join(HEAD_PRESETS)}; for a head with weights say load_format 'auto' in the "
                 "speculative configuration"
             )
-        source = resolve_model(model, revision=self.spec.revision, load_format="dummy")
-        folder = source.folder
-        if folder is None:
-            raise ConfigError(
-                f"{model!r} is the shape of a whole model, not a head; known heads: {', '.join(HEAD_PRESETS)}"
-            )
-        if not has_only_pickle(folder):
-            source = resolve_model(model, revision=self.spec.revision)
-            assert source.folder is not None
-            folder = source.folder
-        check_folder(folder, weights=False)
-        self.folder = folder
+        self.folder = folder = find_checkpoint(model, self.spec.revision)
         return parse(read_json(folder / "config.json"), read_shapes(folder), method=self.method, name=model)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         return self._aux_layers
+
+    @property
+    def aux_layer_offset(self) -> int | None:
+        if self.config.fuses_embedding:
+            return None
+        asked = self.spec.aux_layer_offset
+        return int(self.config.ids_are_outputs) if asked is None else asked
 
     def describe(self) -> str:
         parts = [super().describe(), f"{self.spec.model} ({self.config.layout} layout)"]

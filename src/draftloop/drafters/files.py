@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftloop.errors import ConfigError
-from draftloop.models.resolve import weight_files
+from draftloop.models.resolve import check_folder, resolve_model, weight_files
 
 Shape = tuple[int, ...]
 
@@ -57,3 +57,15 @@ def open_weights(folder: Path) -> Generator[tuple[Mapping[str, Shape], Read]]:
         yield shapes, read
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"cannot read the weights in {folder}: {error}; download them again") from error
+
+
+def find_checkpoint(name: str, revision: str | None = None) -> Path:
+    """The folder of a drafter with its weights, from a folder or hub id. Raises ConfigError."""
+    # the first look leaves weights aside, which are refused elsewhere where they are pickled
+    folder = resolve_model(name, revision=revision, load_format="dummy").folder
+    if folder is not None and not has_only_pickle(folder):
+        folder = resolve_model(name, revision=revision).folder
+    if folder is None:
+        raise ConfigError(f"{name!r} is the shape of a whole model; name the folder or hub id of a drafter")
+    check_folder(folder, weights=False)
+    return folder
