@@ -12,7 +12,7 @@ bench() { # name, then the arguments of `draftloop bench latency`
   local name="$1"
   shift
   echo "== $name"
-  "$python" -m draftloop bench latency "$@" --load-format dummy --prompt-tokens 512 --out "$out/$name.json" \
+  "$python" -m draftloop bench latency "$@" --load-format dummy --prompt-tokens 512 --repeats 3 --out "$out/$name.json" \
     2>"$out/$name.log" || { failed=1; tail -n 20 "$out/$name.log"; }
 }
 
@@ -26,6 +26,6 @@ if [ "$what" != tests ]; then
     -sc "{\"method\":\"eagle3\",\"model\":\"eagle3-llama-3.1-8b\",\"num_speculative_tokens\":5,$synthetic}"
 fi
 if [ "$what" != bench ]; then
-  "$python" -m pytest -m gpu -n 4 -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
+  "$python" -m pytest -m gpu -n 8 -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
 fi
 exit "$failed"
