@@ -305,6 +305,15 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
         ],
         "eagle": [{"method": "eagle", "model": tiny_head("eagle", method="eagle"), "num_speculative_tokens": 3}],
         "eagle3": [{"method": "eagle3", "model": tiny_head("eagle3"), "num_speculative_tokens": 3}],
+        "extract_hidden_states": [
+            {
+                "method": "extract_hidden_states",
+                "layer_ids": [0, 2],
+                "output_dir": str(_folder() / "states"),
+                "shard_tokens": 100,
+                "num_speculative_tokens": 1,
+            }
+        ],
         "scripted": [{"method": "scripted", "script": repeat_suffix, "num_speculative_tokens": 3}],
         "synthetic": [{"method": "synthetic", "synthetic_acceptance_length": 2.5, "num_speculative_tokens": 3}],
     }

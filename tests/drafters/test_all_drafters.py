@@ -112,7 +112,7 @@ def test_coverage_is_complete_and_nothing_that_may_be_a_graph_runs_eager(name, i
     host_only = {n for n, phase in table.phases.items() if {m.value for m in phase.modes} == {"NONE"}}
     report = llm.get_graph_report()
     assert {phase for phase, runs in report.eager_runs.items() if runs} <= host_only
-    assert report.replays["target.verify"] > 0
+    assert report.replays["target.verify" if DRAFTERS[name].drafts else "target.decode"] > 0
 
 
 @pytest.mark.parametrize(("name", "index"), CASES)
@@ -143,7 +143,7 @@ def test_a_batch_that_declines_speculation_is_plain_decoding(name, index):
     assert [output.spec for output in outputs] == [None] * 3
     replays = llm.get_graph_report().replays
     assert replays["target.decode"] == 9
-    assert replays["target.verify"] == 0
+    assert replays.get("target.verify", 0) == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
@@ -195,7 +195,8 @@ def test_a_batch_that_shrinks_through_the_captured_sizes(name, index):
     ended = run_through(llm, check)
     assert ended == {str(i): oracle(prompt, 5 * (i + 1)) for i, prompt in enumerate(asked)}
     assert {1, 12} <= seen
-    assert len({row.rows for row in llm.get_graph_report().rows if row.phase == "target.verify" and row.replays}) >= 4
+    steps = "target.verify" if DRAFTERS[name].drafts else "target.decode"
+    assert len({row.rows for row in llm.get_graph_report().rows if row.phase == steps and row.replays}) >= 4
     assert_all_free(llm)
 
 

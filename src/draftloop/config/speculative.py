@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,6 +47,13 @@ class SpeculativeConfig:
     """How the drafter's weights are loaded; dummy makes random ones."""
     aux_layer_offset: int | None = None
     """eagle3: added to the layer ids in the head's config, instead of what its layout implies; try 0 and 1."""
+    layer_ids: tuple[int, ...] | None = None
+    """extract_hidden_states: layers whose input is written; the number of layers stands for what leaves the last
+    one, -1 for the states after the final norm."""
+    output_dir: str | None = None
+    """extract_hidden_states: folder that the shards are written to."""
+    shard_tokens: int | None = None
+    """extract_hidden_states: tokens per shard; left out, 8192."""
     script: Callable[[str, list[int], int], list[int]] | None = None
     """Drafts given by a function of (request id, token ids, K); Python only, for tests."""
 
@@ -62,15 +70,18 @@ class SpeculativeConfig:
         return build(cls, "speculative_config key", values)
 
     def __post_init__(self) -> None:
-        rates = self.synthetic_acceptance_rates
-        if isinstance(rates, Sequence) and not isinstance(rates, str):
-            object.__setattr__(self, "synthetic_acceptance_rates", tuple(rates))
+        for name in ("synthetic_acceptance_rates", "layer_ids"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
+        if isinstance(self.output_dir, os.PathLike):
+            object.__setattr__(self, "output_dir", os.fspath(self.output_dir))
         check_fields(self, _PREFIX)
         num = self.num_speculative_tokens
         self._need(num is None or 0 <= num <= MAX_SPECULATIVE_TOKENS, "num_speculative_tokens", "in [0, 32]")
         if self.method is None and self.model is None and num != 0:
             raise ConfigError("speculative_config names neither a method nor a model; give one, or leave it out")
-        for name in ("prompt_lookup_min", "prompt_lookup_max", "max_model_len"):
+        for name in ("prompt_lookup_min", "prompt_lookup_max", "max_model_len", "shard_tokens"):
             value = getattr(self, name)
             self._need(value is None or value >= 1, name, "an integer >= 1")
         low, high = self.prompt_lookup_min, self.prompt_lookup_max

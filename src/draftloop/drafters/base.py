@@ -77,6 +77,19 @@ class Rounds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What the target computed for tokens of one request that are there to stay: of its prompt, or accepted."""
+
+    number: int
+    """Counts the engine's requests; ids may be used again."""
+    request_id: str
+    first_position: int
+    token_ids: list[int]
+    hidden: Tensor
+    """[tokens, layers * hidden size] of the `aux_layers`, on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostRow:
     """What a drafter that works on the host sees of a row."""
 
@@ -102,6 +115,10 @@ class Drafter(ABC):
     """It can draw drafts from its own distribution and keep that for the acceptance test."""
     on_host: ClassVar[bool] = False
     """It needs the accepted tokens on the host, so steps cannot overlap."""
+    drafts: ClassVar[bool] = True
+    """False: it only observes. Steps are plain decoding, and K is 0 whatever the configuration says."""
+    observes: ClassVar[bool] = False
+    """`observe` is called with the target's states of each step's tokens."""
     forced_acceptance: ClassVar[bool] = False
     """Its drafts mean nothing; acceptance is by coin (benchmarks)."""
 
@@ -115,9 +132,13 @@ class Drafter(ABC):
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         """Settle everything that needs no weights. Raises ConfigError for what cannot work."""
-        assert spec.num_speculative_tokens is not None
         self.spec, self.target = spec, target
-        self.num_drafts = spec.num_speculative_tokens
+        self.num_drafts = self.count_drafts(spec)
+
+    @classmethod
+    def count_drafts(cls, spec: SpeculativeConfig) -> int:
+        """K: most drafts of a step."""
+        return (spec.num_speculative_tokens or 0) if cls.drafts else 0
 
     @property
     def sampled(self) -> bool:
@@ -167,6 +188,12 @@ class Drafter(ABC):
         """Inputs that only the host can make for the phases of a round (`on_host` drafters)."""
         return {}
 
+    def observe(self, rows: Sequence[Observed]) -> None:
+        """Take the states of a committed step (drafters that `observes`); each token comes once, in order."""
+
+    def close(self) -> None:
+        """The engine is closed: finish what is written."""
+
 
 def load_drafters() -> None:
     """Import every module of this package, so that all drafters are registered."""
@@ -185,9 +212,15 @@ def drafter_class(spec: SpeculativeConfig) -> type[Drafter]:
     method = spec.method or "draft_model"
     check_known("speculative method", [method], DRAFTERS)
     cls = DRAFTERS[method]
-    for key in (k for k, value in vars(spec).items() if value is not None and k not in COMMON_KEYS | cls.options):
-        takes = ", ".join(sorted(COMMON_KEYS | cls.options))
+    known = (COMMON_KEYS if cls.drafts else {"method", "num_speculative_tokens"}) | cls.options
+    for key in (k for k, value in vars(spec).items() if value is not None and k not in known):
+        takes = ", ".join(sorted(known))
         raise ConfigError(f"speculative method {method!r} does not use {key!r}; leave it out. It takes: {takes}")
-    if spec.num_speculative_tokens is None:
+    if not cls.drafts and spec.num_speculative_tokens not in (None, 1):
+        raise ConfigError(
+            f"speculative method {method!r} drafts nothing, but num_speculative_tokens is "
+            f"{spec.num_speculative_tokens}; leave it out (1, which other engines ask for, is taken too)"
+        )
+    if cls.drafts and spec.num_speculative_tokens is None:
         raise ConfigError(f"speculative method {method!r} needs num_speculative_tokens, 1 to 32")
     return cls

@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 from draftloop.engine.detokenizer import Detokenizer
+from draftloop.engine.observe import observed_block, observed_chunks
 from draftloop.engine.stats import EngineStats
 from draftloop.engine.worker import Emitted, InFlight, Worker
 from draftloop.errors import RequestError
@@ -109,19 +110,25 @@ class EngineCore:
             for sequence in self.scheduler.running:
                 sequence.has_drafts = emitted.has_drafts[sequence.row]
         changed = []
+        observed = observed_chunks(plan, emitted)  # before first tokens end some of these requests
         ending = [chunk.sequence for chunk in plan.chunks if chunk.completes_prompt]
         for sequence, token in zip(ending, emitted.first_tokens, strict=True):
             if sequence.stage is not Stage.FINISHED:
                 sequence.first_token = time.perf_counter()
                 changed.append(self._append(sequence, [token]))
         rows = zip(plan.decodes, emitted.tokens, emitted.num_accepted, emitted.num_drafted, strict=True)
-        for sequence, tokens, num_accepted, num_drafted in rows:
+        for index, (sequence, tokens, num_accepted, num_drafted) in enumerate(rows):
             if sequence.stage is not Stage.FINISHED:
                 known = len(sequence.output_ids)
                 changed.append(self._append(sequence, tokens))
+                if self.worker.observes:
+                    assert emitted.hidden is not None, "a step ran past the drafter that observes it"
+                    observed.append(observed_block(sequence, known, emitted.hidden[index]))
                 if sequence.speculation:
                     delivered = min(num_accepted, len(sequence.output_ids) - known)
                     self.stats.count_step(sequence, num_drafted=num_drafted, num_accepted=delivered)
+        if observed and self.worker.drafter:
+            self.worker.drafter.observe(observed)
         return changed
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[Sequence, str]:

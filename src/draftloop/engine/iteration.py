@@ -12,6 +12,8 @@ from draftloop.sampling.sampler import SamplingKind
 
 def iteration_phases(phases: Sequence[Phase], drafter: Drafter | None) -> list[Phase]:
     """Chains of these very phases, one for each kind of sampling; none where a part cannot be captured whole."""
+    if drafter and drafter.observes:
+        return []  # the target's states are taken from between its phase and the next
     by_name = {phase.name: phase for phase in phases}
     chains = []
     for kind in SamplingKind:

@@ -198,8 +198,10 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Give back memory. A second time does nothing."""
-        self._engine = None
+        """Give back memory, and finish what a drafter writes. A second time does nothing."""
+        engine, self._engine = self._engine, None
+        if engine is not None and engine.drafter is not None:
+            engine.drafter.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -79,13 +79,13 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             cuda_available=torch.cuda.is_available(),
             model_max_len=model_config.max_position_embeddings,
             model_dtype=model_config.dtype,
-            num_speculative_tokens=(spec.num_speculative_tokens or 0) if spec else 0,
+            num_speculative_tokens=drafter_type.count_drafts(spec) if drafter_type and spec else 0,
             host_drafter=drafter_type.on_host if drafter_type else False,
             waiting_attention=attention_backend(config.attention_backend, "cuda").waits,
         ),
     )
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
-    num_drafts = (spec.num_speculative_tokens or 0) if spec else 0
+    num_drafts = drafter_type.count_drafts(spec) if drafter_type and spec else 0
     max_positions = resolved.max_model_len + num_drafts + 1
     shape = attention_shape(model_config, page_size=resolved.block_size, dtype=dtype)
     backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)

@@ -32,6 +32,10 @@ class Emitted:
     """Per decoding row: drafts that were verified."""
     has_drafts: list[bool] | None
     """Per engine row, whether something was drafted for the next step; None where nobody waits for it."""
+    prompt_hidden: Tensor | None = None
+    """[tokens of all chunks, layers * hidden size], for a drafter that observes."""
+    hidden: Tensor | None = None
+    """[decoding rows, tokens per row, layers * hidden size], likewise."""
 
 
 class InFlight:
@@ -55,6 +59,7 @@ class InFlight:
         """Block until the copies are complete."""
         if self._arrived is not None:
             self._arrived.synchronize()
+        states = {name: self._copies.pop(name, None) for name in ("prompt_hidden", "hidden")}
         lists = {name: value.tolist() for name, value in self._copies.items()}
         ending = [i for i, chunk in enumerate(self.plan.chunks) if chunk.completes_prompt]
         outcomes = lists.get("outcome", [])
@@ -65,6 +70,7 @@ class InFlight:
             num_accepted=[outcome[1] for outcome in outcomes],
             num_drafted=[outcome[2] for outcome in outcomes],
             has_drafts=lists.get("has_drafts"),
+            **states,
         )
 
 
@@ -78,6 +84,7 @@ class Worker:
         self.table, self.state, self.drafter, self.seed, self.overlaps = table, state, drafter, seed, overlaps
         self.device = state.num_tokens_M.device
         self.num_drafts = drafter.num_drafts if drafter else 0
+        self.observes = drafter is not None and drafter.observes
         self._rows_written: list[int] = []
 
     def admit(self, sequence: Sequence) -> None:
@@ -128,7 +135,9 @@ class Worker:
         self._write("query_starts", bounds)
         self._write("kv_lens", [chunk.end for chunk in chunks])
         run = self.table.run
-        run("target.prefill", num_rows, tokens=num_tokens)
+        outputs = run("target.prefill", num_rows, tokens=num_tokens)
+        if self.observes:
+            flight.copy("prompt_hidden", outputs["aux_hidden"])
         ending = [chunk.sequence for chunk in chunks if chunk.completes_prompt]
         kind = SamplingKind.of(sequence.params for sequence in ending)
         if ending:
@@ -161,7 +170,9 @@ class Worker:
                 self.table.buffers.write(name, value)
             for phase in self._rounds(kind).next:
                 run(phase, num_rows)
-        run(verify_name(num_drafts), num_rows)
+        outputs = run(verify_name(num_drafts), num_rows)
+        if self.observes:
+            flight.copy("hidden", outputs["aux_hidden"].unflatten(0, (num_rows, 1 + num_drafts)))
         flight.copy("outcome", run(accept_name("accept", kind, num_drafts), num_rows)["outcome"])
         if any(s.speculation for s in sequences) and not self._drafts_on_host:
             rounds = self._rounds(kind)
