@@ -137,6 +137,16 @@ def tiny_head(
     return write_head(name, config_json(config, layout), file_names(weights, style), pickled=pickled)
 
 
+def wide_config(method: str = "eagle3") -> EagleConfig:
+    """A head for the tiny target made 256 wide, which every kernel takes."""
+    model = replace(head_config().model, hidden_size=256, intermediate_size=512, head_dim=64)
+    return head_config(method, model=model, target_hidden_size=256)
+
+
+def wide_head(method: str = "eagle3") -> str:
+    return tiny_head(f"wide-{method}", wide_config(method))
+
+
 def write_head(name: str, config: dict[str, Any], weights: dict[str, Tensor], *, pickled: bool = False) -> str:
     folder = _folder() / f"head-{name}"
     folder.mkdir(exist_ok=True)

@@ -14,8 +14,8 @@ from draftloop.drafters.eagle_config import EagleConfig
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import ModeSetting
 from draftloop.request import SamplingParams
-from heads import DRAFT_VOCAB, head_config, head_weights, tiny_head
-from helpers import HIDDEN, VOCAB, answers, engine, greedy, oracle, prompts, run_through, tiny_model
+from heads import DRAFT_VOCAB, head_config, head_weights, tiny_head, wide_config, wide_head
+from helpers import VOCAB, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
 
 K = 5
 
@@ -93,6 +93,48 @@ def test_drafts_and_hidden_states_are_the_references_after_every_step(name):
 
     run_through(llm, check)
     assert len(lengths) >= 4, "blocks end at many places"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+def test_the_reference_holds_on_each_device(device, method):
+    """A head that every kernel takes. On a GPU, sums in another order may tip a close choice."""
+    folder, config = tiny_model("wide", hidden=256), wide_config(method)
+    llm = make_engine(
+        folder,
+        device=device,
+        dtype="float32",
+        cudagraph_capture_sizes=(2, 8),
+        async_scheduling=False,  # so that the device is never ahead of what is compared
+        speculative_config={
+            "method": method,
+            "model": wide_head(method),
+            "num_speculative_tokens": K,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": 3.0,
+        },
+    )
+    core, state, drafter = llm.engine.core, llm.engine.core.worker.state, llm.engine.drafter
+    tables = hf_model(folder)
+    other = Reference(config, head_weights(config), tables.model.embed_tokens.weight, tables.lm_head.weight)
+    close, same = [], []
+    for prompt in prompts(3):
+        core.add("0", prompt, greedy(20))
+        while not core.idle:
+            core.step()
+            for sequence in core.scheduler.running:
+                tokens = sequence.prompt_ids + sequence.output_ids
+                streams, final = hf_states(folder, tokens)
+                aux = final if method == "eagle" else torch.cat([streams[i] for i in config.layer_ids or ()], -1)
+                drafts, hidden, _ = other.chain(tokens, aux, K)
+                same.append(state.drafts_MK[sequence.row].tolist() == drafts)
+                if same[-1]:
+                    ours = drafter.hidden_MC[sequence.row].cpu()
+                    close.append(((ours - hidden).norm() / hidden.norm()).item())
+    assert len(same) > 12
+    assert sum(same) >= (0.8 if device == "cuda" else 1.0) * len(same)
+    assert max(close) < (2e-2 if device == "cuda" else 1e-4)
+    llm.close()
 
 
 @pytest.mark.parametrize("mode", ModeSetting)
@@ -270,14 +312,3 @@ def test_a_batch_past_the_limit_costs_plain_decoding():
     assert answers(llm.generate(prompt, greedy(10))) == [oracle(prompt, 10)]
     replays = llm.get_graph_report().replays
     assert (replays["target.decode"], replays["target.verify"], replays["draft.prefill"]) == (9, 0, 0)
-
-
-# ---- a head that is always right ------------------------------------------------------------
-
-
-def shift(amount: int, scale: float = 1.0, *, size: int = HIDDEN, vocab: int = 32) -> Tensor:
-    """[size, size]: unit vector t -> `scale` * unit vector t + amount, within the first `vocab` dimensions."""
-    weight = torch.zeros(size, size)
-    ids = torch.arange(vocab)
-    weight[(ids + amount) % vocab, ids] = scale
-    return weight

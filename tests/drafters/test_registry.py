@@ -18,7 +18,7 @@ def spec(**values) -> SpeculativeConfig:
 
 def test_every_file_of_the_package_registers_its_drafter():
     load_drafters()
-    assert {"ngram", "draft_model", "scripted", "synthetic"} <= set(DRAFTERS)
+    assert {"ngram", "draft_model", "eagle", "eagle3", "scripted", "synthetic"} <= set(DRAFTERS)
     assert all(cls.name == name for name, cls in DRAFTERS.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -12,6 +13,7 @@ from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import GraphMode, Key
 from draftloop.graphs.table import GraphTable
 from draftloop.request import SamplingParams
+from heads import wide_head
 from helpers import MODES, answers, assert_all_free, greedy, make_engine, prompts, tiny_model
 
 
@@ -32,13 +34,20 @@ CONFIGS = {
     "none": None,
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "eagle": {"method": "eagle", "num_speculative_tokens": 3},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
+}
+WITH_MODELS = {
+    "draft_model": near,
+    "eagle": functools.partial(wide_head, "eagle"),
+    "eagle3": functools.partial(wide_head, "eagle3"),
 }
 
 
 def start(device: str, drafter: str, **settings) -> LLM:
     spec = CONFIGS[drafter]
-    if drafter == "draft_model":
-        spec = {**spec, "model": near()}
+    if drafter in WITH_MODELS:
+        spec = {**spec, "model": WITH_MODELS[drafter]()}
     return make_engine(target(), device=device, speculative_config=spec, cudagraph_capture_sizes=(2, 8), **settings)
 
 
@@ -47,6 +56,7 @@ def everything(llm: LLM) -> dict[str, Tensor]:
     state, table = llm.engine.core.worker.state, llm.engine.table
     found = {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
     found |= {f"cache {i}": cache for i, cache in enumerate(llm.engine.pool.caches)}
+    found |= llm.engine.drafter.row_memory()
     return found | {f"buffer {name}": table.buffers[name] for p in table.phases.values() for name in p.outputs}
 
 
@@ -70,7 +80,7 @@ def fill_slots(table: GraphTable, key: Key, generator: torch.Generator, padding_
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE"])
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", [name for name in CONFIGS if name != "none"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter, mode, dtype):
     llm = start(device, drafter, cudagraph_mode=mode, dtype=dtype)
@@ -107,7 +117,7 @@ def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter,
             ours, theirs = value, results[1][name]
             if name.startswith("cache"):  # the null page takes all padding, in no order
                 ours, theirs = ours[:, :, 1:], theirs[:, :, 1:]
-            elif name.endswith(("_M", "_ML", "_MK", "_MN", "_MKV")):  # so does the padding row
+            elif name.endswith(("_M", "_ML", "_MK", "_MN", "_MKV", "_MC")):  # so does the padding row
                 ours, theirs = ours[:-1], theirs[:-1]
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (key, name)
         seen.add(key.mode)
@@ -130,7 +140,7 @@ def test_greedy_text_is_the_same_in_every_mode(device, drafter, mode):
     llm.close()
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", [name for name in CONFIGS if name != "none"])
 def test_a_steady_step_runs_no_phase_eager(device, drafter):
     llm = start(device, drafter, cudagraph_mode="FULL_AND_PIECEWISE", require_graphs=True)
     llm.generate(prompts(7), greedy(24))
