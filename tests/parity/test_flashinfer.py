@@ -18,7 +18,7 @@ from draftloop.attention.base import AttentionShape
 from draftloop.attention.flashinfer import FlashinferBackend
 from draftloop.errors import ConfigError, GraphError
 from fake_flashinfer import EVENTS, BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
-from helpers import answers, greedy, make_engine, near_draft, oracle, prompts
+from helpers import answers, greedy, make_engine, near_draft, oracle, prompts, tiny_model
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(
@@ -346,3 +346,31 @@ def test_128_rows_of_six_tokens_run() -> None:
         outs[name] = torch.full_like(q, float("nan"))
         backend(name, case, device, dtype).attend(q, kv, batch, outs[name], sliding_window=None)
     torch.testing.assert_close(outs["flashinfer"], outs["triton"], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "NONE"])
+def test_the_engine_says_what_it_says_with_triton(mode: str) -> None:
+    """Between captured segments and eager, for both models, poisoned. Sums differ in order, so a token may flip."""
+    pytest.importorskip("flashinfer", reason="flashinfer is not installed", exc_type=ImportError)
+    texts = {}
+    for name in ("triton", "flashinfer"):
+        spec = {"model": tiny_model("wide-near", hidden=256, noise=0.06), "num_speculative_tokens": 3}
+        llm = make_engine(
+            tiny_model("wide", hidden=256),
+            device="cuda",
+            dtype="float16",
+            attention_backend=name,
+            speculative_config={**spec, "attention_backend": name},
+            cudagraph_mode=mode,
+            cudagraph_capture_sizes=(2, 8),
+        )
+        llm.engine.table.poison = True
+        texts[name] = answers(llm.generate(prompts(7), greedy(16)))
+        if name == "flashinfer":
+            assert llm.engine.resolved.pipeline_depth == 1
+            phases = llm.get_graph_report().phases
+            assert phases["target.verify"]["mode"] == ("PIECEWISE" if mode == "FULL_AND_PIECEWISE" else "NONE")
+        llm.close()
+    same = sum(a == b for one, other in zip(*texts.values(), strict=True) for a, b in zip(one, other, strict=True))
+    assert same >= 0.7 * 7 * 16

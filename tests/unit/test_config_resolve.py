@@ -99,6 +99,12 @@ def test_the_mode_asked_for_is_the_mode_in_force(mode, cuda):
     assert settle({"cudagraph_mode": mode}, cuda_available=cuda).graph_mode == mode
 
 
+def test_attention_that_waits_for_the_device_overlaps_nothing_unless_asked():
+    got = settle(cuda_available=True, waiting_attention=True)
+    assert got.pipeline_depth == 1
+    assert any("waits for the device in every pass" in choice.reason for choice in got.choices)
+
+
 def test_host_drafter_waits_for_each_step():
     got = settle(cuda_available=True, host_drafter=True)
     assert got.pipeline_depth == 1
