@@ -63,7 +63,8 @@ def write_numbers(path_or_dir: Path | str, rows: Sequence[dict[str, Any]], comma
 
 def current_command() -> str:
     """How this program was called, with its folder left out."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    name = Path(sys.argv[0]).name
+    return shlex.join(["draftloop" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def cpu_name() -> str:

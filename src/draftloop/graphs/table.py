@@ -161,7 +161,9 @@ class GraphTable:
         with self.recorder.recording():
             for key in keys:
                 self._pad_all(key)
-            self.recorder.warm_up([self._body(key) for key in keys], warmed or (lambda: None))
+            # the parts of a chain are warmed up one by one
+            bodies = [self._body(key) for key in keys if not self._states[key.phase].phase.parts]
+            self.recorder.warm_up(bodies, warmed or (lambda: None))
             for key in keys:
                 if progress:
                     progress(key, len(keys))
