@@ -94,7 +94,12 @@ def _engine_options(**defaults: Any) -> list[inspect.Parameter]:
 
 
 # Short form of each speculative_config key that most people need.
-_SHORT_FORMS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+_SHORT_FORMS = {
+    "spec_method": "method",
+    "spec_model": "model",
+    "spec_tokens": "num_speculative_tokens",
+    "aux_layer_offset": "aux_layer_offset",
+}
 
 
 def _speculation_options() -> list[inspect.Parameter]:

@@ -130,6 +130,8 @@ def test_on_the_command_line(capsys):
     asked = json.dumps({"aux_layer_offset": 1})
     assert run(counting_target(), counting_head(2, "top"), *common, "-sc", asked) == 2
     assert "leave it out" in capsys.readouterr().err
+    assert run(counting_target(), counting_head(2, "top"), *common, "--aux-layer-offset", "1") == 2
+    assert "leave it out" in capsys.readouterr().err
 
 
 def test_the_method_is_read_off_the_checkpoint():

@@ -20,7 +20,7 @@ class SpeculativeConfig:
     """What drafts, and how drafts are accepted. None means "not given": the drafter's default holds."""
 
     method: str | None = None
-    """The drafter: ngram, draft_model, synthetic, or any other that is registered."""
+    """The drafter: ngram, draft_model, eagle3, eagle, synthetic, or any other that is registered."""
     model: str | None = None
     """The drafter's model: hub id, folder or alias."""
     num_speculative_tokens: int | None = None
@@ -38,7 +38,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     """Mean tokens per step, the bonus token included; in [1, K+1]."""
     max_model_len: int | None = None
-    """Longest sequence that the drafter's model sees."""
+    """Longest sequence that the drafter's model sees; rows that are longer draft nothing."""
     revision: str | None = None
     """Branch, tag or commit of the drafter's model on the hub."""
     attention_backend: str | None = None

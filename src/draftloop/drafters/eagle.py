@@ -154,14 +154,15 @@ class _Eagle(Drafter):
         head, page_size, block = self.head, self.target.page_size, self.num_drafts + 1
         num_rows, width = state.padding_row + 1, self.config.model.hidden_size
         hidden_MC = self.hidden_MC = torch.zeros(num_rows, width, dtype=self.target.dtype, device=self.target.device)
+        longest = self.longest if self.longest < self.target.max_model_len else None
         num_embedded = head.embed_tokens.shape[0]
         num_known = (
             self.target.vocab_size if self.config.has_map else min(head.lm_head.shape[0], self.target.vocab_size)
         )
 
         def known(ids: Tensor) -> Tensor:
-            # an id past our table (the target's may be padded further), and NO_DRAFT, have no embedding
-            return torch.where(ids < num_embedded, ids, 0).clamp(min=0)
+            # an id past our table (the target's may be padded further), and NO_DRAFT, have no embedding: any will do
+            return ids.clamp(0, num_embedded - 1)
 
         def draft(rows: Tensor, head_input_RC: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
             logits_RW = head.logits(head_input_RC)
@@ -172,7 +173,7 @@ class _Eagle(Drafter):
                 vocab_size=num_known,
                 sampled=sampled,
                 target_ids_W=head.target_ids_W,
-                longest=self.longest,
+                longest=longest,
             )
             return {}
 
@@ -195,9 +196,9 @@ class _Eagle(Drafter):
         ) -> Mapping[str, Tensor]:
             first_R = state.num_tokens_M[rows] - num_emitted - 1  # where the verified block started
             batch = uniform_batch(state, rows, first_R, block, page_size, launch)
+            # past what was emitted these are leftovers; causal attention hides them from the row's last token
             ids_RQ = state.tokens_ML[rows.long()[:, None], batch.positions_T.view(-1, block) + 1]
-            live_RQ = torch.arange(block, device=rows.device) < num_emitted[:, None]
-            ids_T = known(torch.where(live_RQ, ids_RQ, 0).flatten())
+            ids_T = known(ids_RQ.flatten())
             last_R = (num_emitted - 1).clamp(min=0) + torch.arange(0, launch.tokens, block, device=rows.device)
             hidden_RC, head_input_RC = head(ids_T, head.fuse(aux_hidden), kv, batch, keep_R=last_R)
             hidden_MC.index_copy_(0, rows.long(), hidden_RC)
