@@ -74,11 +74,11 @@ def engines():
         llm.close()
 
 
-def test_tokens_equal_transformers(engines, monkeypatch, speculation: str, mode: str, batch: int) -> None:
+def test_tokens_equal_transformers(engines, monkeypatch, pytestconfig, speculation: str, mode: str, batch: int) -> None:
     monkeypatch.setenv("DRAFTLOOP_POISON", "1")
     llm = engines(speculation, mode)
     assert llm.engine.table.poison
-    rows = golden() if batch > 1 else golden()[::4]
+    rows = golden() if batch > 1 or pytestconfig.getoption("every_combination") else golden()[::4]
     assert len(golden()) == 40
     near_ties = []
     for start in range(0, len(rows), batch):
