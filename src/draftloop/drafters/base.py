@@ -195,6 +195,11 @@ class Drafter(ABC):
         """The engine is closed: finish what is written."""
 
 
+def sampled_name(phase: str, sampled: bool) -> str:
+    """A draft phase's name, or that of its variant for batches with a temperature above 0."""
+    return f"{phase}.sampled" if sampled else phase
+
+
 def load_drafters() -> None:
     """Import every module of this package, so that all drafters are registered."""
     package = import_module("draftloop.drafters")

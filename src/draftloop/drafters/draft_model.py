@@ -19,7 +19,7 @@ from torch import Tensor
 from draftloop.attention.batches import ragged_batch, uniform_batch
 from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Rounds, Target
+from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
 from draftloop.drafters.files import read_shapes
 from draftloop.drafters.kinds import check_kind, plain_name
 from draftloop.drafters.write import write_next
@@ -164,7 +164,7 @@ class DraftModelDrafter(Drafter):
         for sampled in (False, True) if self.sampled else (False,):
             phases += [
                 Phase(
-                    name=_named("draft.prefill", sampled),
+                    name=sampled_name("draft.prefill", sampled),
                     fn=lambda launch, s=sampled, **slots: prefill(launch, sampled=s, **slots),
                     slots={"rows": rows, "num_emitted": counts},
                     tokens_per_row=block,
@@ -173,7 +173,7 @@ class DraftModelDrafter(Drafter):
                     cost=model.cost(),
                 ),
                 Phase(
-                    name=_named("draft.decode", sampled),
+                    name=sampled_name("draft.decode", sampled),
                     fn=lambda launch, s=sampled, **slots: decode(launch, sampled=s, **slots),
                     slots={"rows": rows},
                     # never piecewise: that pads tokens, and attention would read past its rows
@@ -186,13 +186,9 @@ class DraftModelDrafter(Drafter):
 
     def rounds(self, *, sampled: bool) -> Rounds:
         sampled = sampled and self.sampled
-        prefill, decode = _named("draft.prefill", sampled), _named("draft.decode", sampled)
+        prefill, decode = sampled_name("draft.prefill", sampled), sampled_name("draft.decode", sampled)
         return Rounds(
             prompt=("draft.prompt",),
             first=(decode,) * self.num_drafts,
             next=(prefill, *(decode,) * (self.num_drafts - 1)),
         )
-
-
-def _named(phase: str, sampled: bool) -> str:
-    return f"{phase}.sampled" if sampled else phase

@@ -24,7 +24,7 @@ from torch import Tensor
 from draftloop.attention.batches import ragged_batch, uniform_batch
 from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Rounds, Target
+from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
 from draftloop.drafters.eagle_config import HEAD_PRESETS, EagleConfig, Method, check_target, parse
 from draftloop.drafters.eagle_files import fill, fill_dummy
 from draftloop.drafters.eagle_model import EagleHead
@@ -237,12 +237,12 @@ class _Eagle(Drafter):
         for sampled in (False, True) if self.sampled else (False,):
             phases += [
                 Phase(
-                    name=_named("draft.first", sampled),
+                    name=sampled_name("draft.first", sampled),
                     fn=lambda launch, s=sampled, **slots: first(launch, sampled=s, **slots),
                     slots={"rows": rows},
                 ),
                 Phase(
-                    name=_named("draft.prefill", sampled),
+                    name=sampled_name("draft.prefill", sampled),
                     fn=lambda launch, s=sampled, **slots: prefill(launch, sampled=s, **slots),
                     slots={"rows": rows, "num_emitted": counts, "aux_hidden": aux},
                     tokens_per_row=block,
@@ -251,7 +251,7 @@ class _Eagle(Drafter):
                     cost=head.cost(fused=True, tokens_per_row=block),
                 ),
                 Phase(
-                    name=_named("draft.decode", sampled),
+                    name=sampled_name("draft.decode", sampled),
                     fn=lambda launch, s=sampled, **slots: decode(launch, sampled=s, **slots),
                     slots={"rows": rows},
                     # never piecewise: that pads tokens, and attention would read past its rows
@@ -264,11 +264,11 @@ class _Eagle(Drafter):
 
     def rounds(self, *, sampled: bool) -> Rounds:
         sampled = sampled and self.sampled
-        chain = (_named("draft.decode", sampled),) * (self.num_drafts - 1)
+        chain = (sampled_name("draft.decode", sampled),) * (self.num_drafts - 1)
         return Rounds(
             prompt=("draft.prompt",),
-            first=(_named("draft.first", sampled), *chain),
-            next=(_named("draft.prefill", sampled), *chain),
+            first=(sampled_name("draft.first", sampled), *chain),
+            next=(sampled_name("draft.prefill", sampled), *chain),
             # rows without drafts are past their limit, or declined them: they never draft again
             plain=(),
         )
@@ -287,7 +287,3 @@ class Eagle3Drafter(_Eagle):
     name = "eagle3"
     method = "eagle3"
     options = _Eagle.options | {"aux_layer_offset"}
-
-
-def _named(phase: str, sampled: bool) -> str:
-    return f"{phase}.sampled" if sampled else phase

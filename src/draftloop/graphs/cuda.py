@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from draftloop.errors import GraphError
-from draftloop.graphs.program import Body, Call, Program, Recorder
+from draftloop.graphs.program import Body, Call, Program, Recorder, in_place
 
 WARM_UP_THREADS = 8
 """Compiling a kernel is mostly C++ outside of Python's lock."""
@@ -58,14 +58,14 @@ class CudaRecorder(Recorder):
             if not hasattr(local, "stream"):
                 local.stream = torch.cuda.Stream(self.device)
             with torch.inference_mode(), torch.cuda.stream(local.stream):
-                body(_in_place)
+                body(in_place)
 
         with ThreadPoolExecutor(max_workers=min(WARM_UP_THREADS, os.cpu_count() or 1)) as pool:
             for future in [pool.submit(run, body) for body in bodies]:
                 future.result()
                 done()
         with torch.inference_mode(), torch.cuda.stream(self.stream):
-            bodies[-1](_in_place)  # libraries keep a workspace for each stream
+            bodies[-1](in_place)  # libraries keep a workspace for each stream
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
@@ -75,7 +75,7 @@ class CudaRecorder(Recorder):
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             self._begin(program)
             try:
-                body((lambda call: self._break(program, call)) if piecewise else _in_place)
+                body((lambda call: self._break(program, call)) if piecewise else in_place)
             except Exception as error:
                 self._abandon(program)
                 raise GraphError(f"capture failed: {error}") from error
@@ -145,7 +145,3 @@ class _Bytes:
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-
-def _in_place(call: Call) -> None:
-    call()

@@ -48,3 +48,8 @@ class Recorder(ABC):
     def recording(self) -> AbstractContextManager[None]:
         """Surrounds the recording of many programs."""
         return nullcontext()
+
+
+def in_place(call: Call) -> None:
+    """Run an attention call where it stands: eager, or inside a full graph."""
+    call()

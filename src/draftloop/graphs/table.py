@@ -13,7 +13,7 @@ from draftloop.config.env import Environment
 from draftloop.errors import GraphError
 from draftloop.graphs.buffers import Buffers
 from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Phase, settle_mode
-from draftloop.graphs.program import Attend, Body, Call, Program, Recorder
+from draftloop.graphs.program import Attend, Body, Program, Recorder, in_place
 from draftloop.graphs.report import CoverageRow, GraphReport
 
 
@@ -284,7 +284,7 @@ class GraphTable:
             raise GraphError(f"--require-graphs: {phase.name} would run eager: {why}")
         state.eager_runs[why] = state.eager_runs.get(why, 0) + 1
         with torch.inference_mode():
-            self._call(phase.name, rows, tokens, _in_place)
+            self._call(phase.name, rows, tokens, in_place)
 
     def _call(self, name: str, rows: int, tokens: int, attend: Attend) -> None:
         """The phase's own function over its buffers: what is captured, and what runs eager."""
@@ -340,7 +340,3 @@ class GraphTable:
 def _at_least(ladder: Sequence[int], size: int) -> int | None:
     index = bisect_left(ladder, size)
     return ladder[index] if index < len(ladder) else None
-
-
-def _in_place(call: Call) -> None:
-    call()

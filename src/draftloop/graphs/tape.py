@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 
 from draftloop.errors import GraphError
-from draftloop.graphs.program import Body, Call, Program, Recorder
+from draftloop.graphs.program import Body, Call, Program, Recorder, in_place
 from draftloop.kernels.opaque import BODIES
 
 aten = torch.ops.aten
@@ -241,7 +241,7 @@ class TapeRecorder(Recorder):
     def record(self, body: Body, *, piecewise: bool) -> Tape:
         tape = Tape(static=piecewise)
         with torch.inference_mode(), _NoHostReads(), tape:
-            body(tape.call_between if piecewise else _in_place)
+            body(tape.call_between if piecewise else in_place)
         tape.finish()
         return tape
 
@@ -252,7 +252,3 @@ class TapeRecorder(Recorder):
 
     def owned_bytes(self) -> int:
         return 0
-
-
-def _in_place(call: Call) -> None:
-    call()
