@@ -27,7 +27,7 @@ from draftloop.errors import ConfigError
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
-from draftloop.models.dense import DenseDecoder, attention_shape
+from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
 from draftloop.models.loader import load_config, load_model, resolve_model
 from draftloop.models.resolve import read_json
 from draftloop.models.vocabulary import same_tokenizer
@@ -97,15 +97,7 @@ class DraftModelDrafter(Drafter):
         )
 
     def cache_specs(self) -> list[CacheSpec]:
-        config = self.config
-        return [
-            CacheSpec(
-                num_layers=config.num_layers,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                dtype=self.target.dtype,
-            )
-        ]
+        return [cache_spec(self.config, self.target.dtype)]
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
         (kv,) = caches

@@ -34,7 +34,7 @@ from draftloop.errors import ConfigError, nearest
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
-from draftloop.models.dense import DenseDecoder, attention_shape
+from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
 from draftloop.models.resolve import read_json
 
 logger = logging.getLogger(__name__)
@@ -134,15 +134,7 @@ class _Eagle(Drafter):
             fill(self.head, self.folder, self.names, vocab_size=target.vocab_size, name=str(self.spec.model))
 
     def cache_specs(self) -> list[CacheSpec]:
-        model = self.config.model
-        return [
-            CacheSpec(
-                num_layers=model.num_layers,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                dtype=self.target.dtype,
-            )
-        ]
+        return [cache_spec(self.config.model, self.target.dtype)]
 
     # ---- phases -----------------------------------------------------------------------------
 

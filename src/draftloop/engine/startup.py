@@ -29,7 +29,7 @@ from draftloop.kvcache.pages import PageAllocator
 from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
 from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
-from draftloop.models.dense import attention_shape
+from draftloop.models.dense import attention_shape, cache_spec
 from draftloop.models.loader import (
     ModelSource,
     eos_token_ids,
@@ -136,7 +136,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         draft_vocab=model_config.vocab_size if drafter and drafter.sampled else 0,
         device=device,
     )
-    specs = [_cache_spec(model_config, dtype), *(drafter.cache_specs() if drafter else [])]
+    specs = [cache_spec(model_config, dtype), *(drafter.cache_specs() if drafter else [])]
     pool = _make_pool(config, resolved, specs, state, device)
     pages = PageAllocator(pool.num_pages, resolved.block_size)
     phases = target_phases(
@@ -209,12 +209,6 @@ def _synthetic_rates(config: EngineConfig, drafter: Drafter | None) -> list[floa
         drafter.num_drafts,
         synthetic_acceptance_rates=spec.synthetic_acceptance_rates,
         synthetic_acceptance_length=spec.synthetic_acceptance_length,
-    )
-
-
-def _cache_spec(config: ModelConfig, dtype: torch.dtype) -> CacheSpec:
-    return CacheSpec(
-        num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype
     )
 
 

@@ -14,6 +14,7 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch, Attention
 from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
+from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
 from draftloop.models.layers import DecoderLayer, parameter
 from draftloop.models.rope import cos_sin_table
@@ -34,6 +35,13 @@ def attention_shape(
         page_size=page_size,
         dtype=dtype,
         kv_dtype=kv_dtype or dtype,
+    )
+
+
+def cache_spec(config: ModelConfig, dtype: torch.dtype) -> CacheSpec:
+    """What this model keeps per token."""
+    return CacheSpec(
+        num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype
     )
 
 
