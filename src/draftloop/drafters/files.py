@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from draftloop.errors import ConfigError
 from draftloop.models.resolve import check_folder, resolve_model, weight_files
-
-Shape = tuple[int, ...]
+from draftloop.models.tensors import Read, Shape, open_tensors
 
 PICKLE = "pytorch_model.bin"
 """The older heads come in this form only. It is read as tensors and nothing else, so it cannot run code."""
-
-Read = Callable[[str], Tensor]
 
 
 def has_only_pickle(folder: Path) -> bool:
@@ -40,23 +36,8 @@ def open_weights(folder: Path) -> Generator[tuple[Mapping[str, Shape], Read]]:
             raise ConfigError(f"cannot read {folder / PICKLE} as plain tensors: {error}") from error
         yield {name: tuple(weight.shape) for name, weight in weights.items()}, weights.__getitem__
         return
-    from safetensors import SafetensorError, safe_open
-
-    shapes: dict[str, Shape] = {}
-    owners: dict[str, Path] = {}
-    try:
-        for file in weight_files(folder):
-            with safe_open(file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118  not a dict
-                    owners[name], shapes[name] = file, tuple(shard.get_slice(name).get_shape())
-
-        def read(name: str) -> Tensor:
-            with safe_open(owners[name], framework="pt") as shard:
-                return shard.get_tensor(name)
-
-        yield shapes, read
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read the weights in {folder}: {error}; download them again") from error
+    with open_tensors(weight_files(folder)) as tensors:
+        yield tensors.shapes, tensors.read
 
 
 def find_checkpoint(name: str, revision: str | None = None) -> Path:

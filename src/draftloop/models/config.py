@@ -197,13 +197,27 @@ class ModelConfig:
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     if (activation := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"hidden_act is {activation!r} in the model's config; supported: 'silu'")
-    if quantization := hf.get("quantization_config"):
+    if (quantization := hf.get("quantization_config")) and not _is_8_bit_storage(quantization):
         raise ConfigError(
             f"the checkpoint is quantised ({quantization.get('quant_method')!r}); "
-            f"supported are plain weights: {', '.join(DTYPES)}"
+            f"supported are plain weights ({', '.join(DTYPES)}), and int8 weights with a scale per row"
         )
     if (partial := hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ConfigError(f"partial_rotary_factor is {partial} in the model's config; supported: 1.0")
+
+
+def _is_8_bit_storage(quantization: Mapping[str, Any]) -> bool:
+    """Weights alone in the one form that models/tensors.py reads as floats."""
+    groups = (quantization.get("config_groups") or {}).values()
+    wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    return (
+        bool(groups)
+        and quantization.get("format") == "int-quantized"
+        and all(
+            not group.get("input_activations") and wanted.items() <= (group.get("weights") or {}).items()
+            for group in groups
+        )
+    )
 
 
 def _sliding(architecture: str, hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[LayerType, ...]]:

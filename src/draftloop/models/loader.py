@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from draftloop.attention.base import AttentionBackend
     from draftloop.models.dense import DenseDecoder
+    from draftloop.models.tensors import Tensors
 
 __all__ = [
     "ALIASES",
@@ -42,7 +43,6 @@ __all__ = [
 DUMMY_STD = 0.02
 """Standard deviation of random weights; that of an untrained Llama."""
 
-WEIGHT_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 5
 """Tensors named in one message."""
 
@@ -128,37 +128,33 @@ def fill_dummy(model: DenseDecoder, *, seed: int) -> None:
 
 
 def fill_from_files(model: DenseDecoder, files: list[Path], *, show_progress: bool | None = None) -> None:
-    """Stream tensors from safetensors files into the fused weights, one at a time. Raises ConfigError."""
-    from safetensors import SafetensorError, safe_open
+    """Stream tensors from safetensors files into the fused weights, one at a time. Raises ConfigError.
+
+    Weights stored in 8 bits (see models/tensors.py) become floats of the model's dtype on the way.
+    """
+    from draftloop.models.tensors import open_tensors
 
     destinations = model.destinations()
     skipped = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    try:
-        check_tensors(files, destinations, skipped)
+    with open_tensors(files) as tensors:
+        check_tensors(tensors, destinations, skipped, files[0].parent)
         for file in progress_bar(files, "Loading safetensors checkpoint shards", "file", show=show_progress):
-            with safe_open(file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118  not a dict
-                    if name in destinations:
-                        destinations[name].copy_(shard.get_tensor(name))
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read the weights in {files[0].parent}: {error}; download them again") from error
+            for name, owner in tensors.files.items():
+                if owner == file and name in destinations:
+                    destinations[name].copy_(tensors.read(name))
 
 
-def check_tensors(files: list[Path], destinations: dict[str, Tensor], skipped: set[str]) -> None:
+def check_tensors(tensors: Tensors, destinations: dict[str, Tensor], skipped: set[str], folder: Path) -> None:
     """Compare the files' headers with what the model needs; reads no weights. Raises ConfigError."""
-    from safetensors import safe_open
+    from draftloop.models.tensors import FLOAT_TYPES
 
-    found: dict[str, list[int]] = {}
-    wrong: list[str] = []
-    for file in files:
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118  not a dict
-                if name in skipped or name.endswith("rotary_emb.inv_freq"):
-                    continue
-                part = shard.get_slice(name)
-                found[name] = part.get_shape()
-                if part.get_dtype() not in WEIGHT_DTYPES:
-                    wrong.append(f"{name} is of type {part.get_dtype()}, supported: {', '.join(WEIGHT_DTYPES)}")
+    needless = {name for name in tensors.shapes if name in skipped or name.endswith("rotary_emb.inv_freq")}
+    found = {name: list(shape) for name, shape in tensors.shapes.items() if name not in needless}
+    wrong = [
+        f"{name} is of type {tensors.types[name]}, supported: {', '.join(FLOAT_TYPES)}"
+        for name in found
+        if tensors.types[name] not in FLOAT_TYPES
+    ]
     for name, destination in destinations.items():
         expected = list(destination.shape)
         if name not in found:
@@ -169,7 +165,7 @@ def check_tensors(files: list[Path], destinations: dict[str, Tensor], skipped: s
     if wrong:
         more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
         raise ConfigError(
-            f"the weights in {files[0].parent} do not fit config.json: {'; '.join(wrong[:MAX_NAMED])}{more}. "
+            f"the weights in {folder} do not fit config.json: {'; '.join(wrong[:MAX_NAMED])}{more}. "
             "Check that both are of the same model"
         )
 

@@ -14,6 +14,9 @@ from draftloop.models.config import PRESETS
 
 logger = logging.getLogger(__name__)
 
+SHIPPED = Path(__file__).parents[1] / "shipped"
+"""Folder of the drafters that come with this package."""
+
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 LOAD_FORMATS: tuple[LoadFormat, ...] = ("auto", "safetensors", "dummy")
 
@@ -48,7 +51,7 @@ def resolve_model(
     load_format: LoadFormat = "auto",
     show_progress: bool | None = None,
 ) -> ModelSource:
-    """Find a model by folder, alias, preset or hub id, downloading it where needed.
+    """Find a model by folder, alias, preset, hub id or as one that is shipped, downloading it where needed.
 
     `download_dir` replaces the hub's own cache folder. `show_progress` None shows progress on
     terminals only. What the hub's cache holds in full is used without asking the hub. Raises
@@ -59,12 +62,16 @@ def resolve_model(
             f"load_format is {load_format!r}{nearest(load_format, LOAD_FORMATS)} Known: {', '.join(LOAD_FORMATS)}"
         )
     path = Path(name).expanduser()
-    is_known = name in ALIASES or name in PRESETS
+    is_known = name in ALIASES or name in PRESETS or name in shipped()
     # a folder that merely has the name of an alias does not hide it, one that holds a model does
     if path.is_dir() and (not is_known or (path / "config.json").exists()):
         _refuse_revision(revision, name, "a local folder")
         check_folder(path, weights=load_format != "dummy")
         return ModelSource(name=name, folder=path)
+    if name in shipped():
+        _refuse_revision(revision, name, "shipped with this package")
+        check_folder(SHIPPED / name, weights=load_format != "dummy")
+        return ModelSource(name=name, folder=SHIPPED / name)
     if name in PRESETS:
         _refuse_revision(revision, name, "a shape preset")
         if load_format != "dummy":
@@ -79,6 +86,11 @@ def resolve_model(
     if not _is_hub_id(name):
         raise ConfigError(_unknown(name))
     return ModelSource(name=name, folder=hub.cached(name) or hub.download(name))
+
+
+def shipped() -> list[str]:
+    """Names of the drafters that come with this package; some targets' defaults are among them."""
+    return sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
 
 
 def check_folder(folder: Path, *, weights: bool = True) -> None:
@@ -227,11 +239,12 @@ def _refuse_revision(revision: str | None, name: str, kind: str) -> None:
 
 
 def _unknown(name: str) -> str:
-    known = [*ALIASES, *PRESETS]
+    known = [*ALIASES, *PRESETS, *shipped()]
     if "/" in name or name.startswith((".", "~")):
         return f"model folder {name!r} does not exist; check the path"
     return (
         f"unknown model {name!r}{nearest(name, known)} A model is a local folder, a hub id such as "
-        f"{next(iter(ALIASES.values()))!r}, an alias ({', '.join(ALIASES)}), or with load_format 'dummy' "
-        f"a shape preset ({', '.join(PRESETS)})"
+        f"{next(iter(ALIASES.values()))!r}, an alias ({', '.join(ALIASES)}), "
+        f"a drafter that is shipped ({', '.join(shipped()) or 'none'}), or with load_format 'dummy' a shape preset "
+        f"({', '.join(PRESETS)})"
     )
