@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from draftloop.drafters.files import Shape
 from draftloop.drafters.kinds import KINDS, check_kind, plain_name
+from draftloop.drafters.shapes import check_shapes, count_layers, decoder_config, fc_cause, projection_shapes
 from draftloop.errors import ConfigError
 from draftloop.models.config import PRESETS, ModelConfig
 from draftloop.models.dense import FINAL_HIDDEN
 
 Method = Literal["eagle", "eagle3"]
 
-FIRST = "layers.0."
 NUM_DEFAULT_AUX = 3
 
 
@@ -102,7 +102,6 @@ class EagleConfig:
     def shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint, by its plain name."""
         model, width = self.model, self.model.hidden_size
-        q, kv, inner = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, model.intermediate_size
         fc_inputs = 2 * width if self.fuses_embedding else self.aux_width
         found: dict[str, Shape] = {"fc.weight": (width, fc_inputs)}
         if self.fc_bias:
@@ -118,19 +117,7 @@ class EagleConfig:
             if normed:
                 found[f"{layer}input_layernorm.weight"] = (width,)
             found[f"{layer}post_attention_layernorm.weight"] = (width,)
-            for name, rows in (("q", q), ("k", kv), ("v", kv)):
-                found[f"{layer}self_attn.{name}_proj.weight"] = (rows, 2 * width if wide else width)
-                if model.qkv_bias:
-                    found[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
-            found[f"{layer}self_attn.o_proj.weight"] = (width, q)
-            if model.o_bias:
-                found[f"{layer}self_attn.o_proj.bias"] = (width,)
-            if model.qk_norm:
-                found |= {f"{layer}self_attn.{name}_norm.weight": (model.head_dim,) for name in "qk"}
-            for name, shape in (("gate", (inner, width)), ("up", (inner, width)), ("down", (width, inner))):
-                found[f"{layer}mlp.{name}_proj.weight"] = shape
-                if model.mlp_bias:
-                    found[f"{layer}mlp.{name}_proj.bias"] = shape[:1]
+            found |= projection_shapes(model, index, input_size=2 * width if wide else None)
         if self.final_norm:
             found["norm.weight"] = (width,)
         if self.own_embeddings:
@@ -156,7 +143,8 @@ def parse(
     check_kind(method, config, names, name=name)
     shapes = {plain: tuple(tensors[full]) for plain, full in names.items()}
     head = _read(config, shapes, method)
-    check_shapes(head, shapes, name)
+    causes = {} if head.fuses_embedding else {"fc.weight": fc_cause(head.num_aux, head.target_hidden_size)}
+    check_shapes(head.shapes(), shapes, name=name, kind=KINDS[method], causes=causes)
     if head.reduced_vocabulary and not head.has_map:
         raise ConfigError(
             f"{name!r} has a draft vocabulary of {head.draft_vocab_size} of {head.model.vocab_size} ids, but no "
@@ -176,8 +164,8 @@ def _read(config: Mapping[str, Any], shapes: Mapping[str, Shape], method: Method
         value = nested.get(key, config.get(key))
         return bool(value) if value is not None else (tensor in shapes if tensor else default)
 
-    num_layers = 1 + max((int(n.split(".")[1]) for n in shapes if n.startswith("layers.")), default=0)
-    model = _model(base, shapes, num_layers)
+    num_layers = count_layers(shapes)
+    model = decoder_config(base, shapes, num_layers)
     width = model.hidden_size
     ids, outputs = _layer_ids(config, nested)
     num_aux = len(ids) if ids is not None else config.get("num_aux_hidden_states") or NUM_DEFAULT_AUX
@@ -232,54 +220,6 @@ def _layer_ids(config: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[tu
         if ids:
             return tuple(int(index) for index in ids), outputs
     return None, False
-
-
-def _model(base: dict[str, Any], shapes: Mapping[str, Shape], num_layers: int) -> ModelConfig:
-    """The decoder layers, as the config describes them and the tensors show."""
-    query, heads = shapes.get(f"{FIRST}self_attn.q_proj.weight"), base.get("num_attention_heads")
-    if base.get("head_dim") is None and query and heads:
-        base["head_dim"] = query[0] // heads
-    model = ModelConfig.from_hf(
-        {
-            **base,
-            "architectures": ["LlamaForCausalLM"],  # one set of layers serves all; the tensors say the rest
-            "num_hidden_layers": num_layers,
-            "tie_word_embeddings": False,
-        }
-    )
-
-    def some(*names: str) -> bool:
-        return any(FIRST + name in shapes for name in names)
-
-    return replace(
-        model,
-        vocab_size=shapes.get("embed_tokens.weight", (model.vocab_size,))[0],
-        qkv_bias=some("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-        o_bias=some("self_attn.o_proj.bias"),
-        mlp_bias=some("mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"),
-        qk_norm=some("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
-    )
-
-
-def check_shapes(head: EagleConfig, shapes: Mapping[str, Shape], name: str) -> None:
-    """Compare tensors with what the head needs. Raises ConfigError listing what is wrong."""
-    expected = head.shapes()
-    if missing := [f"{tensor} {list(shape)}" for tensor, shape in expected.items() if tensor not in shapes]:
-        raise ConfigError(f"{name!r} lacks {', '.join(missing)}; the export is incomplete")
-    if extra := [f"{tensor} {list(shape)}" for tensor, shape in shapes.items() if tensor not in expected]:
-        raise ConfigError(f"{name!r} has tensors that {KINDS[head.method]} does not: {', '.join(extra)}")
-    for tensor, shape in expected.items():
-        if shapes[tensor] != shape:
-            cause = "check that config.json and weights are of the same head"
-            if tensor == "fc.weight" and not head.fuses_embedding:
-                cause = (
-                    f"it reads {head.num_aux} states of {head.target_hidden_size} numbers; check target_hidden_size "
-                    "and the aux layer ids"
-                )
-            raise ConfigError(
-                f"{tensor} of {name!r} has shape {list(shapes[tensor])}, but config.json asks for {list(shape)}; "
-                f"{cause}"
-            )
 
 
 def check_target(head: EagleConfig, name: str, target: ModelConfig, target_name: str) -> None:
