@@ -53,8 +53,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         ids = torch.empty(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         per_row = hidden[0].numel() // hidden.shape[-1] * head_WC.shape[0]
-        rows = max(CHUNK_LOGITS // max(per_row, 1), 1)
-        for start in range(0, hidden.shape[0], rows):
+        num_rows = hidden.shape[0]
+        rows = -(-num_rows // -(-num_rows * per_row // CHUNK_LOGITS))  # chunks of one size, which is compiled once
+        for start in range(0, num_rows, rows):
             part = slice(start, start + rows)
             x = hidden[part].to(dtype)
             teacher_logits = teacher[part] if teacher_head is None else teacher[part] @ teacher_head.T

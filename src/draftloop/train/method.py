@@ -39,6 +39,8 @@ class Subject:
     """[V, C]"""
     lm_head: Tensor
     """[V, C]"""
+    final_norm: Tensor
+    """[C]: weight of the norm before the output head, where that of a head which shares it best starts."""
     eos_ids: tuple[int, ...]
     row_tokens: int
     """L: no position of a batch reaches it."""

@@ -29,6 +29,10 @@ class Eagle3Options:
     target's rows."""
     aux_layer_ids: tuple[int, ...] | None = None
     """Target layers whose inputs the head reads; left out, 2, half of the layers, and all but 3."""
+    norm_before_fc: bool = True
+    """Norm the target's states before they are joined; layers differ much in size."""
+    norm_before_residual: bool = True
+    """Start the residual stream after the norm of the hidden state, so that it does not grow from draft to draft."""
     attention: Literal["auto", "flex", "dense"] = "auto"
     """How training attends: flex_attention, or with all scores in memory; auto is flex on a GPU."""
 
@@ -41,7 +45,38 @@ class Eagle3Options:
         check(ids is None or len(ids) > 0, self, "aux_layer_ids", "a list of at least one layer", _PREFIX)
 
 
-METHOD_OPTIONS: dict[str, type] = {"eagle3": Eagle3Options}
+@dataclass(frozen=True, kw_only=True)
+class DraftModelOptions:
+    """Of method draft_model."""
+
+    hidden_size: int | None = None
+    """Width of the draft model; left out, about a third of the target's."""
+    intermediate_size: int | None = None
+    """Width of its MLPs; left out, twice its hidden size."""
+    num_layers: int = 6
+    """Decoder layers."""
+    num_heads: int | None = None
+    """Query heads; left out, as many as fill the hidden size."""
+    num_kv_heads: int = 1
+    """Key and value heads."""
+    head_dim: int = 64
+    """Numbers per head; on a GPU 64, 80, 96, 128 or 256."""
+    num_drafts: int = 4
+    """Drafts of a round, for the acceptance that is shown while training."""
+    teacher_temperature: float = 1.0
+    """The target's logits are divided by it; below 1, the likeliest tokens count for more."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, _PREFIX)
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, self, name, "an integer >= 1", _PREFIX)
+        check(self.head_dim >= 2 and self.head_dim % 2 == 0, self, "head_dim", "an even number >= 2", _PREFIX)
+        check(1 <= self.num_drafts <= 32, self, "num_drafts", "in [1, 32]", _PREFIX)
+        check(0 < self.teacher_temperature <= 10, self, "teacher_temperature", "in (0, 10]", _PREFIX)
+
+
+METHOD_OPTIONS: dict[str, type] = {"eagle3": Eagle3Options, "draft_model": DraftModelOptions}
 """Name of a training method -> the dataclass of its options. Options of one name mean the same in each."""
 
 
