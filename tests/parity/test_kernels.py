@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftloop.kernels.norm_concat import norm_concat_torch, norm_concat_triton
 from draftloop.kernels.rms_norm import add_rms_norm_torch, add_rms_norm_triton, rms_norm_torch, rms_norm_triton
 from draftloop.kernels.rope_write import rope_write, rope_write_torch, rope_write_triton
 from draftloop.kernels.silu_mul import silu_mul_torch, silu_mul_triton
@@ -44,6 +45,20 @@ def test_add_rms_norm(run: Callable[..., tuple[Tensor, Tensor]], device: torch.d
     close(new_residual, x.float() + residual.float(), dtype)
     total = new_residual.float()
     close(normed, total / (total.pow(2).mean(1, keepdim=True) + 1e-5).sqrt() * weight.float(), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("run", [norm_concat_torch, norm_concat_triton])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 576), (3, 100)])
+def test_norm_concat(
+    run: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, tokens: int, size: int
+) -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(tokens, 2 * size, device=device).to(dtype)
+    first, second = wide[:, size:], wide[:, :size] * 3
+    weights = torch.randn(2, size, device=device).to(dtype)
+    expected = torch.cat([rms_norm_torch(x, w, 1e-5) for x, w in zip((first, second), weights, strict=True)], 1)
+    close(run(first, second, *weights, 1e-5), expected.float(), dtype)
 
 
 @DTYPES

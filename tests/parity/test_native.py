@@ -15,6 +15,7 @@ from draftloop.graphs.tape import TapeRecorder
 from draftloop.kernels.linear import linear, linear_torch
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.native.build import BuildError, find_compiler
+from draftloop.kernels.norm_concat import norm_concat, norm_concat_torch
 from draftloop.kernels.rms_norm import add_rms_norm, add_rms_norm_torch, rms_norm, rms_norm_torch
 from draftloop.kernels.rope_write import rope_write, rope_write_torch
 from draftloop.kernels.silu_mul import silu_mul, silu_mul_torch
@@ -78,6 +79,9 @@ def test_norms(tokens: int, size: int, seed: int) -> None:
     x, residual, weight = torch.randn(tokens, size), torch.randn(tokens, size) * 3, torch.randn(size)
     assert native.takes_serial(x, residual, weight)
     close(rms_norm(x, weight, 1e-5), rms_norm_torch(x, weight, 1e-5))
+    other = torch.randn(size)
+    both = norm_concat(x, residual, weight, other, 1e-5)
+    close(both, norm_concat_torch(x, residual, weight, other, 1e-5))
     before = residual.clone()
     normed, total = add_rms_norm(x, residual, weight, 1e-5)
     expected_normed, expected_total = add_rms_norm_torch(x, residual, weight, 1e-5)

@@ -6,7 +6,8 @@ import torch.overrides
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftloop.kvcache.rows import NO_DRAFT, RowState
-from draftloop.sampling.commit import accept_rows_greedy, accept_rows_sampled, accept_rows_synthetic, commit
+from draftloop.sampling import commit as rules
+from draftloop.sampling.commit import OUTCOME_COUNTS, commit
 
 VOCAB = 11
 
@@ -34,6 +35,25 @@ def make_state(*, num_drafts: int = 3, draft_vocab: int = 0, max_model_len: int 
 
 def logits_for(num_rows: int, num_drafts: int) -> torch.Tensor:
     return torch.randn(num_rows * (num_drafts + 1), VOCAB, generator=torch.Generator().manual_seed(9))
+
+
+def reported(rule, *args) -> dict[str, torch.Tensor]:
+    """What a rule reports, by name."""
+    num_emitted, outcome = rule(*args)
+    names = dict(zip(OUTCOME_COUNTS, outcome.unbind(1), strict=False))
+    return {**names, "num_emitted": num_emitted, "emitted": outcome[:, len(OUTCOME_COUNTS) :]}
+
+
+def accept_rows_greedy(*args) -> dict[str, torch.Tensor]:
+    return reported(rules.accept_rows_greedy, *args)
+
+
+def accept_rows_sampled(*args) -> dict[str, torch.Tensor]:
+    return reported(rules.accept_rows_sampled, *args)
+
+
+def accept_rows_synthetic(*args) -> dict[str, torch.Tensor]:
+    return reported(rules.accept_rows_synthetic, *args)
 
 
 RULES = {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftloop.attention.base import AttentionBatch
 from draftloop.graphs.phase import Launch
+from draftloop.kernels.row_tokens import RowTokens, Sequences, row_tokens
 from draftloop.kvcache.rows import RowState
 
 
@@ -40,6 +41,50 @@ def uniform_batch(
         uniform=True,
         attend=launch.attend,
     )
+
+
+def tail_batch(
+    state: RowState,
+    rows_R: Tensor,
+    num_per_row: int,
+    page_size: int,
+    launch: Launch,
+    *,
+    offset: int,
+    ahead: int = 0,
+    num_ids: int,
+    drafted: bool = False,
+    emitted_R: Tensor | None = None,
+) -> tuple[AttentionBatch, RowTokens]:
+    """Every row brings `num_per_row` tokens from the end of its sequence: its tokens, then its drafts.
+
+    They start `offset` past its tokens; `drafted` adds the drafts that the row has made this round, and
+    `emitted_R` (int32, per entry) goes that far back. Ids are of the positions `ahead`; see `row_tokens`.
+    """
+    sequences = Sequences(state.tokens_ML, state.num_tokens_M, state.drafts_MK, state.page_table_MN)
+    tokens = row_tokens(
+        rows_R,
+        sequences,
+        state.num_drafted_M if drafted else None,
+        emitted_R,
+        num_per_row=num_per_row,
+        page_size=page_size,
+        offset=offset,
+        ahead=ahead,
+        num_ids=num_ids,
+    )
+    batch = AttentionBatch(
+        rows_R=rows_R,
+        query_starts_R1=tokens.query_starts_R1,
+        kv_lens_R=tokens.kv_lens_R,
+        positions_T=tokens.positions_T,
+        slots_T=tokens.slots_T,
+        page_table_MN=state.page_table_MN,
+        max_query_len=num_per_row,
+        uniform=True,
+        attend=launch.attend,
+    )
+    return batch, tokens
 
 
 def ragged_batch(

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from draftloop.attention.batches import ragged_batch, uniform_batch
+from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
@@ -103,42 +103,41 @@ class DraftModelDrafter(Drafter):
         (kv,) = caches
         model, page_size = self.model, self.target.page_size
         block = self.num_drafts + 1
-        vocab_size = min(self.config.vocab_size, self.target.vocab_size)
+        num_embedded = self.config.vocab_size
+        vocab_size = min(num_embedded, self.target.vocab_size)
 
         def known(ids: Tensor) -> Tensor:
             # an id that only the target knows (special tokens past our vocabulary) has no embedding here
-            return torch.where(ids < self.config.vocab_size, ids, 0).clamp(min=0)
+            return torch.where(ids < num_embedded, ids, 0).clamp(min=0)
 
         def prompt(launch: Launch, rows: Tensor, query_starts: Tensor, kv_lens: Tensor) -> Mapping[str, Tensor]:
             batch, row_T = ragged_batch(state, rows, query_starts, kv_lens, page_size, launch)
             model(known(state.tokens_ML[row_T, batch.positions_T]), kv, batch)
             return {}
 
-        def prefill(launch: Launch, rows: Tensor, num_emitted: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
-            first_R = state.num_tokens_M[rows] - num_emitted  # where the verified block's first new token stands
-            batch = uniform_batch(state, rows, first_R, block, page_size, launch)
-            ids_RQ = state.tokens_ML[rows.long()[:, None], batch.positions_T.view(-1, block)]
-            live_RQ = torch.arange(block, device=rows.device) < num_emitted[:, None]
-            hidden_TC, _ = model(known(torch.where(live_RQ, ids_RQ, 0).flatten()), kv, batch)
-            last_R = (num_emitted - 1).clamp(min=0) + torch.arange(0, launch.tokens, block, device=rows.device)
-            state.num_drafted_M.index_fill_(0, rows.long(), 0)
-            write_next(state, rows, model.logits(hidden_TC[last_R]), vocab_size=vocab_size, sampled=sampled)
+        def draft(rows: Tensor, hidden_RC: Tensor, *, sampled: bool, first: bool) -> Mapping[str, Tensor]:
+            write_next(state, rows, model.logits(hidden_RC), vocab_size=vocab_size, sampled=sampled, first=first)
             return {}
 
+        def prefill(launch: Launch, rows: Tensor, num_emitted: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
+            # from the verified block's first new token; what is past the last one is hidden from it
+            batch, tokens = tail_batch(
+                state, rows, block, page_size, launch, offset=0, emitted_R=num_emitted, num_ids=num_embedded
+            )
+            hidden_TC, _ = model(tokens.ids_T, kv, batch)
+            return draft(rows, hidden_TC[tokens.last_R], sampled=sampled, first=True)
+
         def decode(launch: Launch, rows: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
-            count_R = state.num_drafted_M[rows].clamp(max=self.num_drafts)
-            bonus_R = state.num_tokens_M[rows] - 1
-            draft_R = state.drafts_MK[rows, (count_R - 1).clamp(min=0)]
-            ids_R = torch.where(count_R > 0, draft_R, state.tokens_ML[rows, bonus_R])
-            batch = uniform_batch(state, rows, bonus_R + count_R, 1, page_size, launch)
-            hidden_TC, _ = model(known(ids_R), kv, batch)
-            write_next(state, rows, model.logits(hidden_TC), vocab_size=vocab_size, sampled=sampled)
-            return {}
+            # the last draft, or the bonus token where there is none yet
+            batch, tokens = tail_batch(state, rows, 1, page_size, launch, offset=-1, drafted=True, num_ids=num_embedded)
+            hidden_TC, _ = model(tokens.ids_T, kv, batch)
+            return draft(rows, hidden_TC, sampled=sampled, first=False)
 
         support = self.backend_class.graph_support(self.target.device.type)
         full = {GraphMode.FULL} if support.uniform else set()
         rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
-        counts = Slot(unit=Unit.ROW, dtype=torch.int32)
+        kv_lens = Slot(unit=Unit.ROW, dtype=torch.int32)
+        num_emitted = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)  # nothing of the padding row follows from it
         phases = [
             Phase(
                 name="draft.prompt",
@@ -146,7 +145,7 @@ class DraftModelDrafter(Drafter):
                 slots={
                     "rows": rows,
                     "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
-                    "kv_lens": counts,
+                    "kv_lens": kv_lens,
                 },
                 tokens_per_row=None,
                 modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *([GraphMode.FULL] if support.ragged else [])}),
@@ -158,7 +157,7 @@ class DraftModelDrafter(Drafter):
                 Phase(
                     name=sampled_name("draft.prefill", sampled),
                     fn=lambda launch, s=sampled, **slots: prefill(launch, sampled=s, **slots),
-                    slots={"rows": rows, "num_emitted": counts},
+                    slots={"rows": rows, "num_emitted": num_emitted},
                     tokens_per_row=block,
                     modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full}),
                     reason=support.reason,

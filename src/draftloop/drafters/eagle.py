@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftloop.attention.batches import ragged_batch, uniform_batch
+from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
@@ -156,7 +156,7 @@ class _Eagle(Drafter):
             # an id past our table (the target's may be padded further), and NO_DRAFT, have no embedding: any will do
             return ids.clamp(0, num_embedded - 1)
 
-        def draft(rows: Tensor, head_input_RC: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
+        def draft(rows: Tensor, head_input_RC: Tensor, *, sampled: bool, first: bool) -> Mapping[str, Tensor]:
             logits_RW = head.logits(head_input_RC)
             write_next(
                 state,
@@ -164,6 +164,7 @@ class _Eagle(Drafter):
                 logits_RW,
                 vocab_size=num_known,
                 sampled=sampled,
+                first=first,
                 target_ids_W=head.target_ids_W,
                 longest=longest,
             )
@@ -181,35 +182,42 @@ class _Eagle(Drafter):
             return {}
 
         def first(launch: Launch, rows: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
-            return draft(rows, head.head_input(hidden_MC[rows]), sampled=sampled)
+            return draft(rows, head.head_input(hidden_MC[rows]), sampled=sampled, first=True)
 
         def prefill(
             launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor, *, sampled: bool
         ) -> Mapping[str, Tensor]:
-            first_R = state.num_tokens_M[rows] - num_emitted - 1  # where the verified block started
-            batch = uniform_batch(state, rows, first_R, block, page_size, launch)
-            # past what was emitted these are leftovers; causal attention hides them from the row's last token
-            ids_RQ = state.tokens_ML[rows.long()[:, None], batch.positions_T.view(-1, block) + 1]
-            ids_T = known(ids_RQ.flatten())
-            last_R = (num_emitted - 1).clamp(min=0) + torch.arange(0, launch.tokens, block, device=rows.device)
-            hidden_RC, head_input_RC = head(ids_T, head.fuse(aux_hidden), kv, batch, keep_R=last_R)
+            # The verified block, each position with the token after it. Past what was emitted these are leftovers;
+            # causal attention hides them from the row's last token.
+            batch, tokens = tail_batch(
+                state,
+                rows,
+                block,
+                page_size,
+                launch,
+                offset=-1,
+                emitted_R=num_emitted,
+                ahead=1,
+                num_ids=num_embedded,
+            )
+            hidden_RC, head_input_RC = head(tokens.ids_T, head.fuse(aux_hidden), kv, batch, keep_R=tokens.last_R)
             hidden_MC.index_copy_(0, rows.long(), hidden_RC)
-            state.num_drafted_M.index_fill_(0, rows.long(), 0)
-            return draft(rows, head_input_RC, sampled=sampled)
+            return draft(rows, head_input_RC, sampled=sampled, first=True)
 
         def decode(launch: Launch, rows: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
-            count_R = state.num_drafted_M[rows].clamp(1, self.num_drafts)  # the padding row counts on and on
-            ids_R = known(state.drafts_MK[rows, count_R - 1])
-            # the last draft is at num_tokens + count - 1, and its pair one before that
-            batch = uniform_batch(state, rows, state.num_tokens_M[rows] + count_R - 2, 1, page_size, launch)
-            hidden_RC, head_input_RC = head(ids_R, hidden_MC[rows], kv, batch)
+            # the last draft is at num_tokens + num_drafted - 1, and its pair one before that
+            batch, tokens = tail_batch(
+                state, rows, 1, page_size, launch, offset=-2, drafted=True, ahead=1, num_ids=num_embedded
+            )
+            hidden_RC, head_input_RC = head(tokens.ids_T, hidden_MC[rows], kv, batch)
             hidden_MC.index_copy_(0, rows.long(), hidden_RC)
-            return draft(rows, head_input_RC, sampled=sampled)
+            return draft(rows, head_input_RC, sampled=sampled, first=False)
 
         support = self.backend_class.graph_support(self.target.device.type)
         full = {GraphMode.FULL} if support.uniform else set()
         rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
-        counts = Slot(unit=Unit.ROW, dtype=torch.int32)
+        kv_lens = Slot(unit=Unit.ROW, dtype=torch.int32)
+        num_emitted = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)  # nothing of the padding row follows from it
         aux = Slot(unit=Unit.TOKEN, dtype=self.target.dtype, shape=(self.config.aux_width,))
         phases = [
             Phase(
@@ -218,7 +226,7 @@ class _Eagle(Drafter):
                 slots={
                     "rows": rows,
                     "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
-                    "kv_lens": counts,
+                    "kv_lens": kv_lens,
                     "aux_hidden": aux,
                 },
                 tokens_per_row=None,
@@ -236,7 +244,7 @@ class _Eagle(Drafter):
                 Phase(
                     name=sampled_name("draft.prefill", sampled),
                     fn=lambda launch, s=sampled, **slots: prefill(launch, sampled=s, **slots),
-                    slots={"rows": rows, "num_emitted": counts, "aux_hidden": aux},
+                    slots={"rows": rows, "num_emitted": num_emitted, "aux_hidden": aux},
                     tokens_per_row=block,
                     modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full}),
                     reason=support.reason,

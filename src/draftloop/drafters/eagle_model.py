@@ -15,6 +15,7 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch
 from draftloop.drafters.eagle_config import EagleConfig
 from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
+from draftloop.kernels.norm_concat import norm_concat
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.models.layers import Attention, GatedMLP, parameter
 from draftloop.models.rope import cos_sin_table
@@ -61,19 +62,20 @@ class EagleLayer(torch.nn.Module):
 
     def _inputs(self, out: Tensor | None, hidden_TC: Tensor, embedded_TC: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads, and the residual stream."""
-        norm = self.input_norm if self.hidden_norm is None else self.hidden_norm
-        if norm is None:
-            assert out is None
-            return hidden_TC, hidden_TC
-        if out is None:
-            normed_TC = rms_norm(hidden_TC, norm, self.eps)
-        else:
-            normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, norm, self.eps)
         if self.hidden_norm is None:
-            return normed_TC, hidden_TC
+            if self.input_norm is None:
+                assert out is None
+                return hidden_TC, hidden_TC
+            if out is None:
+                return rms_norm(hidden_TC, self.input_norm, self.eps), hidden_TC
+            return add_rms_norm(out, hidden_TC, self.input_norm, self.eps)
         assert self.input_norm is not None
-        wide_TC = torch.cat([rms_norm(embedded_TC, self.input_norm, self.eps), normed_TC], -1)
-        return wide_TC, normed_TC if self.norm_before_residual else hidden_TC
+        if out is None:
+            wide_TC = norm_concat(embedded_TC, hidden_TC, self.input_norm, self.hidden_norm, self.eps)
+        else:  # a deeper layer: its input is still to be added up
+            normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, self.hidden_norm, self.eps)
+            wide_TC = torch.cat([rms_norm(embedded_TC, self.input_norm, self.eps), normed_TC], -1)
+        return wide_TC, wide_TC[:, hidden_TC.shape[1] :] if self.norm_before_residual else hidden_TC
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Plain tensor name -> the weight, or part of one, that it fills."""

@@ -8,19 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import GraphSupport
-from draftloop.attention.batches import ragged_batch, uniform_batch
+from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.graphs.phase import GraphMode, Launch, Output, Pad, Phase, Slot, Unit
-from draftloop.kvcache.rows import NO_DRAFT, RowState
+from draftloop.kvcache.rows import RowState
 from draftloop.models.dense import DenseDecoder
-from draftloop.sampling.commit import accept_rows_greedy, accept_rows_sampled, accept_rows_synthetic
+from draftloop.sampling.commit import (
+    OUTCOME_COUNTS,
+    accept_rows_greedy,
+    accept_rows_sampled,
+    accept_rows_synthetic,
+)
 from draftloop.sampling.sampler import SamplingKind
-
-OUTCOME_COUNTS = ("num_emitted", "num_accepted", "num_drafted")
-"""The first columns of the buffer `outcome`; the emitted tokens follow, padded with NO_DRAFT."""
 
 
 def target_phases(
@@ -58,35 +59,30 @@ def target_phases(
         return {"prompt_logits": model.logits(hidden_TC[last_R]), **aux_output(aux)}
 
     def verify(launch: Launch, rows: Tensor, *, k: int) -> Mapping[str, Tensor]:
-        bonus_R = state.num_tokens_M[rows] - 1
-        ids_RQ = state.tokens_ML[rows, bonus_R][:, None]
-        if k:
-            ids_RQ = torch.cat([ids_RQ, state.drafts_MK[rows, :k].clamp(min=0)], 1)
-        batch = uniform_batch(state, rows, bonus_R, 1 + k, page_size, launch)
-        hidden_TC, aux = model(ids_RQ.flatten(), kv, batch, aux_layers=aux_layers)
+        batch, tokens = tail_batch(state, rows, 1 + k, page_size, launch, offset=-1, num_ids=model.config.vocab_size)
+        hidden_TC, aux = model(tokens.ids_T, kv, batch, aux_layers=aux_layers)
         return {"logits": model.logits(hidden_TC), **aux_output(aux)}
 
     rates_K = None if synthetic_rates is None else torch.tensor(synthetic_rates, device=device)
 
-    def rule(logits_XV: Tensor, rows: Tensor, k: int, kind: SamplingKind) -> dict[str, Tensor]:
+    def rule(logits_XV: Tensor, rows: Tensor, k: int, kind: SamplingKind, *, width: int = 1) -> tuple[Tensor, Tensor]:
         if rates_K is not None and k:
-            return accept_rows_synthetic(state, rows, logits_XV, k, rates_K)
+            return accept_rows_synthetic(state, rows, logits_XV, k, rates_K, width=width)
         if kind is SamplingKind.GREEDY:
-            return accept_rows_greedy(state, rows, logits_XV, k)
-        return accept_rows_sampled(state, rows, logits_XV, k, truncate=kind is SamplingKind.TRUNCATED)
+            return accept_rows_greedy(state, rows, logits_XV, k, width=width)
+        truncate = kind is SamplingKind.TRUNCATED
+        return accept_rows_sampled(state, rows, logits_XV, k, truncate=truncate, width=width)
 
     def accept(launch: Launch, rows: Tensor, logits: Tensor, *, k: int, kind: SamplingKind) -> Mapping[str, Tensor]:
-        accepted = rule(logits, rows, k, kind)
-        counts = torch.stack([accepted[name] for name in OUTCOME_COUNTS], 1)
-        emitted_RQ = F.pad(accepted["emitted"], (0, num_drafts - k), value=NO_DRAFT)
-        return {"num_emitted": accepted["num_emitted"], "outcome": torch.cat([counts, emitted_RQ], 1)}
+        num_emitted_R, outcome_RO = rule(logits, rows, k, kind, width=1 + num_drafts)
+        return {"num_emitted": num_emitted_R, "outcome": outcome_RO}
 
     def accept_prompt(
         launch: Launch, ending_rows: Tensor, prompt_logits: Tensor, *, kind: SamplingKind
     ) -> Mapping[str, Tensor]:
-        accepted = rule(prompt_logits, ending_rows, 0, kind)
+        _, outcome_RO = rule(prompt_logits, ending_rows, 0, kind)
         state.num_drafted_M.index_fill_(0, ending_rows.long(), 0)
-        return {"first_token": accepted["emitted"]}
+        return {"first_token": outcome_RO[:, len(OUTCOME_COUNTS) :]}
 
     rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
     vocab = (model.config.vocab_size,)

@@ -13,6 +13,10 @@ from torch import Tensor
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 CHUNK = 4096
+NO_INDEX = -0x7FFFFFFFFFFFFFFF
+"""A packed maximum lower than any element's."""
+UNPACK = 0x7FFFFFFF
+"""The index of a packed maximum is `UNPACK - (packed & UNPACK)`."""
 
 
 def argmax_torch(x_NV: Tensor) -> Tensor:
@@ -56,24 +60,41 @@ def _combine_kernel(best_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr, PDL: tl.
     tl.store(out_ptr + row, 0x7FFFFFFF - (tl.max(best, 0) & 0x7FFFFFFF))
 
 
-def argmax_triton(x_NV: Tensor) -> Tensor:
-    """Twin of `argmax_torch`. Rows may be strided."""
+def chunk_maxima(x_NV: Tensor) -> Tensor:
+    """int64 [N, C]: each chunk's largest element and its index, packed so that the largest of a row is its argmax.
+
+    For kernels that go on from there; `argmax_triton` is the smallest. Rows may be strided.
+    """
     num_rows, size = x_NV.shape
     assert x_NV.stride(1) == 1
     assert 0 < size < 2**31
-    out_N = torch.empty(num_rows, dtype=torch.int64, device=x_NV.device)
     num_chunks = -(-size // CHUNK)
     best_NC = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=x_NV.device)
-    options = pdl_options(x_NV.device)
     if num_rows:
-        _chunk_kernel[(num_rows, num_chunks)](x_NV, best_NC, x_NV.stride(0), size, CHUNK=CHUNK, num_warps=4, **options)
+        _chunk_kernel[(num_rows, num_chunks)](
+            x_NV, best_NC, x_NV.stride(0), size, CHUNK=CHUNK, num_warps=4, **pdl_options(x_NV.device)
+        )
+    return best_NC
+
+
+def argmax_triton(x_NV: Tensor) -> Tensor:
+    """Twin of `argmax_torch`. Rows may be strided."""
+    best_NC = chunk_maxima(x_NV)
+    num_rows, num_chunks = best_NC.shape
+    out_N = torch.empty(num_rows, dtype=torch.int64, device=x_NV.device)
+    if num_rows:
         block = next_power_of_2(num_chunks)
-        _combine_kernel[(num_rows,)](best_NC, out_N, num_chunks, BLOCK=block, num_warps=1, **options)
+        _combine_kernel[(num_rows,)](best_NC, out_N, num_chunks, BLOCK=block, num_warps=1, **pdl_options(x_NV.device))
     return out_N
+
+
+def takes_argmax(x: Tensor) -> bool:
+    """Whether the kernel takes x."""
+    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.stride(-1) == 1
 
 
 def argmax(x: Tensor) -> Tensor:
     """int64: index of the largest element along the last dimension, the lowest one on ties; NaN is the largest."""
-    if x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.stride(-1) == 1:
+    if takes_argmax(x):
         return argmax_triton(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
     return x.argmax(-1)

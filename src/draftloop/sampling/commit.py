@@ -6,17 +6,24 @@ With `num_drafts=0` they are plain sampling: the first token of a prompt, or dec
 speculation.
 
 Shape suffixes: R rows, M rows of the engine, K drafts, Q = 1 + K verified positions, L sequence
-length, V vocabulary, X = R * Q.
+length, V vocabulary, X = R * Q, O columns of an outcome.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from draftloop.kernels.argmax import takes_argmax
+from draftloop.kernels.native import ops as native
 from draftloop.kvcache.rows import NO_DRAFT, RowState
-from draftloop.sampling.accept import accept_greedy, accept_sampled_rows, accept_synthetic, clip_to_limit
+from draftloop.sampling.accept import NO_TOKEN, accept_greedy, accept_sampled_rows, accept_synthetic, clip_to_limit
+from draftloop.sampling.accept_block import TokenRows, accept_block_triton, outcome_memory
 from draftloop.sampling.sampler import SamplingRows, greedy_tokens, probabilities
+
+OUTCOME_COUNTS = ("num_emitted", "num_accepted", "num_drafted")
+"""The first columns of `outcome`: emitted tokens, accepted drafts among them, and drafts that the row had."""
 
 
 def commit(state: RowState, rows_R: Tensor, emitted_RQ: Tensor, num_emitted_R: Tensor) -> None:
@@ -36,16 +43,32 @@ def commit(state: RowState, rows_R: Tensor, emitted_RQ: Tensor, num_emitted_R: T
     state.num_tokens_M.index_add_(0, rows_R, num_emitted_R)
 
 
-def accept_rows_greedy(state: RowState, rows_R: Tensor, logits_XV: Tensor, num_drafts: int) -> dict[str, Tensor]:
+def accept_rows_greedy(
+    state: RowState, rows_R: Tensor, logits_XV: Tensor, num_drafts: int, *, width: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Accept for a batch in which every row is greedy. See `_finish` for what is returned."""
+    width = width or num_drafts + 1
+    if takes_argmax(logits_XV):
+        return accept_block_triton(rows_R, logits_XV, _token_rows(state), None, num_drafts=num_drafts, width=width)
+    if native.available() and rows_R.device.type == "cpu":
+        num_emitted_R, outcome_RO = outcome_memory(rows_R, width)
+        targets_X = greedy_tokens(logits_XV)
+        native.accept_block(rows_R, targets_X, *_token_rows(state)[:4], num_emitted_R, outcome_RO, num_drafts)
+        return num_emitted_R, outcome_RO
     drafts_RK = _drafts(state, rows_R, num_drafts)
     emitted = accept_greedy(_by_row(logits_XV, num_drafts), drafts_RK)
-    return _finish(state, rows_R, drafts_RK, *emitted)
+    return _finish(state, rows_R, drafts_RK, *emitted, width=width)
 
 
 def accept_rows_sampled(
-    state: RowState, rows_R: Tensor, logits_XV: Tensor, num_drafts: int, *, truncate: bool = True
-) -> dict[str, Tensor]:
+    state: RowState,
+    rows_R: Tensor,
+    logits_XV: Tensor,
+    num_drafts: int,
+    *,
+    truncate: bool = True,
+    width: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """Accept for a batch of greedy and sampled rows in any mixture, without loss.
 
     Uses the drafts' distributions where the state keeps them. `truncate=False` promises that no
@@ -62,13 +85,16 @@ def accept_rows_sampled(
         sampling.seed_N,
         state.num_tokens_M.index_select(0, rows_R),
     )
-    return _finish(state, rows_R, drafts_RK, *emitted)
+    return _finish(state, rows_R, drafts_RK, *emitted, width=width or num_drafts + 1)
 
 
 def accept_rows_synthetic(
-    state: RowState, rows_R: Tensor, logits_XV: Tensor, num_drafts: int, rates_K: Tensor
-) -> dict[str, Tensor]:
+    state: RowState, rows_R: Tensor, logits_XV: Tensor, num_drafts: int, rates_K: Tensor, *, width: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Accept drafts at the given conditional rates; see `accept_synthetic` and `_finish`."""
+    width = width or num_drafts + 1
+    if takes_argmax(logits_XV):
+        return accept_block_triton(rows_R, logits_XV, _token_rows(state), rates_K, num_drafts=num_drafts, width=width)
     drafts_RK = _drafts(state, rows_R, num_drafts)
     # an accepted draft becomes input of the target, which must know it
     known_RK = drafts_RK.masked_fill(drafts_RK >= logits_XV.shape[1], NO_DRAFT)
@@ -79,7 +105,17 @@ def accept_rows_synthetic(
         state.seed_M.index_select(0, rows_R),
         state.num_tokens_M.index_select(0, rows_R),
     )
-    return _finish(state, rows_R, drafts_RK, *emitted)
+    return _finish(state, rows_R, drafts_RK, *emitted, width=width)
+
+
+def _token_rows(state: RowState) -> TokenRows:
+    return TokenRows(
+        drafts_MK=state.drafts_MK,
+        tokens_ML=state.tokens_ML,
+        num_tokens_M=state.num_tokens_M,
+        max_tokens_M=state.max_tokens_M,
+        seed_M=state.seed_M,
+    )
 
 
 def _drafts(state: RowState, rows_R: Tensor, num_drafts: int) -> Tensor:
@@ -93,22 +129,18 @@ def _by_row(x_XV: Tensor, num_drafts: int) -> Tensor:
 
 
 def _finish(
-    state: RowState, rows_R: Tensor, drafts_RK: Tensor, emitted_RQ: Tensor, num_emitted_R: Tensor
-) -> dict[str, Tensor]:
+    state: RowState, rows_R: Tensor, drafts_RK: Tensor, emitted_RQ: Tensor, num_emitted_R: Tensor, *, width: int
+) -> tuple[Tensor, Tensor]:
     """Clip to the rows' limits, commit, and report.
 
-    Returns `emitted` int32 [R, Q] padded with -1, and int32 [R] each: `num_emitted`,
-    `num_accepted`, how many of those are accepted drafts, and `num_drafted`, how many drafts the
-    row had.
+    Returns `num_emitted` int32 [R], and `outcome` int32 [R, 3 + width]: `OUTCOME_COUNTS`, then the
+    emitted tokens padded with -1.
     """
     num_accepted_R = num_emitted_R - 1
     room_R = state.max_tokens_M.index_select(0, rows_R) - state.num_tokens_M.index_select(0, rows_R)
     emitted_RQ, num_emitted_R = clip_to_limit(emitted_RQ, num_emitted_R, room_R)
     commit(state, rows_R, emitted_RQ, num_emitted_R)
     num_drafted_R = (drafts_RK != NO_DRAFT).sum(-1, dtype=torch.int32)
-    return {
-        "emitted": emitted_RQ,
-        "num_emitted": num_emitted_R,
-        "num_accepted": torch.minimum(num_accepted_R, num_emitted_R),
-        "num_drafted": num_drafted_R,
-    }
+    counts_RO = torch.stack([num_emitted_R, torch.minimum(num_accepted_R, num_emitted_R), num_drafted_R], 1)
+    emitted_RQ = F.pad(emitted_RQ, (0, width - emitted_RQ.shape[1]), value=NO_TOKEN)
+    return num_emitted_R, torch.cat([counts_RO, emitted_RQ], 1)

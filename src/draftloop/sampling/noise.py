@@ -36,15 +36,21 @@ def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
-_GOLDEN64 = _signed(0x9E3779B97F4A7C15, 64)
+# unsigned, as kernels take them
+GOLDEN64 = 0x9E3779B97F4A7C15
+MIX64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _STREAM64 = 0xD1342543DE82EF95
-_MIX64 = (_signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64))
+ACCEPT_OFFSET64 = _STREAM64 * Stream.ACCEPT % 2**64
+"""What the stream adds to a seed."""
+
+_GOLDEN64 = _signed(GOLDEN64, 64)
+_MIX64 = tuple(_signed(factor, 64) for factor in MIX64)
 _GOLDEN32 = _signed(0x9E3779B9, 32)
 _MIX32 = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
 
 # 31 random bits to the open unit interval: bits + 0.5 is at most 2**31 in float32, so the factor
 # just below 2**-31 keeps the result at most 1 - 2**-24, and 0.5 keeps it above 0
-_UNIT = (1 - 2**-24) * 2**-31
+UNIT = (1 - 2**-24) * 2**-31
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -63,7 +69,7 @@ def _key(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
 
 def uniform(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
     """float32 in (0, 1), one for each (seed, position); int64 `seeds` and integer `positions` broadcast."""
-    return (_shift(_key(seeds, positions, stream), 33).to(torch.float32) + 0.5) * _UNIT
+    return (_shift(_key(seeds, positions, stream), 33).to(torch.float32) + 0.5) * UNIT
 
 
 def _log_exponential(seeds_N: Tensor, positions_N: Tensor, stream: Stream, num_tokens: int) -> Tensor:
@@ -78,7 +84,7 @@ def _log_exponential(seeds_N: Tensor, positions_N: Tensor, stream: Stream, num_t
     # an arithmetic shift clears the sign and leaves 31 uniform bits
     x = x ^ (x >> 16)
     # log1p resolves small values to 2**-32, and the smallest exponential wins the argmax
-    return torch.log1p((x.to(torch.float32) + 0.5) * -_UNIT).neg().log()
+    return torch.log1p((x.to(torch.float32) + 0.5) * -UNIT).neg().log()
 
 
 def gumbel_argmax(log_probs_NV: Tensor, seeds_N: Tensor, positions_N: Tensor, stream: Stream) -> Tensor:

@@ -168,6 +168,14 @@ void dl_add_rms_norm(const float *x_TH, const float *residual_TH, const float *w
     }
 }
 
+void dl_norm_concat(const float *first_TH, const float *second_TH, const float *first_weight_H,
+                    const float *second_weight_H, float *out_T2H, int64_t T, int64_t H, float eps) {
+    for (int64_t t = 0; t < T; t++) {
+        norm_row(first_TH + t * H, first_weight_H, out_T2H + 2 * t * H, H, eps);
+        norm_row(second_TH + t * H, second_weight_H, out_T2H + (2 * t + 1) * H, H, eps);
+    }
+}
+
 void dl_silu_mul(const float *gate_up_T2I, float *out_TI, int64_t T, int64_t I) {
     for (int64_t t = 0; t < T; t++) {
         const float *gate = gate_up_T2I + 2 * t * I, *up = gate + I;
@@ -319,5 +327,82 @@ int dl_paged_attention(const float *q_TQD, const int32_t *rows_R, const int32_t 
     // padding tokens past the last entry's
     const int64_t end = query_starts_R1 ? query_starts_R1[R] : R * max_query_len;
     if (end < T) memset(out_TQD + end * Q * D, 0, (T - end) * Q * D * sizeof(float));
+    return 0;
+}
+
+// --- row state: see row_tokens.py, write_draft.py and sampling/accept_block.py ---
+
+// Returns -1, having written nothing, if a row or a position does not exist.
+int dl_row_tokens(const int32_t *rows_R, const int32_t *tokens_ML, const int32_t *num_tokens_M,
+                  const int32_t *drafts_MK, const int32_t *page_table_MN, const int32_t *num_drafted_M,
+                  const int32_t *emitted_R, int64_t *ids_T, int64_t *positions_T, int64_t *slots_T,
+                  int32_t *kv_lens_R, int32_t *query_starts_R1, int64_t *last_R, int64_t R, int64_t M, int64_t L,
+                  int64_t K, int64_t N, int64_t num_per_row, int64_t page_size, int64_t offset, int64_t ahead,
+                  int64_t num_ids) {
+    for (int64_t r = 0; r < R; r++) {
+        const int64_t row = rows_R[r];
+        if (row < 0 || row >= M) return -1;
+        const int64_t first = num_tokens_M[row] + offset + (num_drafted_M ? num_drafted_M[row] : 0) -
+                              (emitted_R ? emitted_R[r] : 0);
+        if (row != M - 1 && (first < 0 || first + num_per_row > N * page_size || num_tokens_M[row] > L)) return -1;
+    }
+    for (int64_t r = 0; r < R; r++) {
+        const int64_t row = rows_R[r], length = num_tokens_M[row], padding = row == M - 1;
+        const int64_t first = length + offset + (num_drafted_M ? num_drafted_M[row] : 0) - (emitted_R ? emitted_R[r] : 0);
+        for (int64_t q = 0; q < num_per_row; q++) {
+            const int64_t at = r * num_per_row + q, position = padding ? 0 : first + q;
+            const int64_t wanted = position + ahead, draft = wanted - length;
+            const int64_t id = draft < 0 ? tokens_ML[row * L + wanted] : draft < K ? drafts_MK[row * K + draft] : 0;
+            ids_T[at] = id >= 0 && id < num_ids ? id : 0;
+            positions_T[at] = position;
+            slots_T[at] = page_table_MN[row * N + position / page_size] * page_size + position % page_size;
+        }
+        kv_lens_R[r] = padding ? 0 : first + num_per_row;
+        query_starts_R1[r] = r * num_per_row;
+        last_R[r] = r * num_per_row + (emitted_R ? min(max(emitted_R[r] - 1, 0), num_per_row - 1) : num_per_row - 1);
+    }
+    query_starts_R1[R] = R * num_per_row;
+    return 0;
+}
+
+// Returns -1, having written nothing, if a row, a token or the place of a draft does not exist.
+int dl_write_draft(const int32_t *rows_R, const int64_t *tokens_R, int32_t *drafts_MK, int32_t *num_drafted_M,
+                   const int32_t *draft_limit_M, const int32_t *num_tokens_M, const int64_t *target_ids_W, int64_t R,
+                   int64_t M, int64_t K, int64_t W, int first, int64_t longest) {
+    for (int64_t r = 0; r < R; r++) {
+        if (rows_R[r] < 0 || rows_R[r] >= M || (target_ids_W && (tokens_R[r] < 0 || tokens_R[r] >= W))) return -1;
+        if (!first && num_drafted_M[rows_R[r]] >= K) return -1;
+    }
+    for (int64_t r = 0; r < R; r++) {
+        const int64_t row = rows_R[r], index = first ? 0 : num_drafted_M[row];
+        const int64_t token = target_ids_W ? target_ids_W[tokens_R[r]] : tokens_R[r];
+        const int allowed = index < draft_limit_M[row] && num_tokens_M[row] + index < longest;
+        drafts_MK[row * K + index] = allowed ? token : -1;
+        num_drafted_M[row] = row == M - 1 ? 0 : index + 1;
+    }
+    return 0;
+}
+
+// Greedy acceptance. Returns -1, having written nothing, if a row does not exist or has no room for its tokens.
+int dl_accept_block(const int32_t *rows_R, const int64_t *targets_RQ, const int32_t *drafts_MK, int32_t *tokens_ML,
+                    int32_t *num_tokens_M, const int32_t *max_tokens_M, int32_t *num_emitted_R, int32_t *outcome_RO,
+                    int64_t R, int64_t M, int64_t K, int64_t L, int64_t num_drafts, int64_t width) {
+    for (int64_t r = 0; r < R; r++)
+        if (rows_R[r] < 0 || rows_R[r] >= M || max_tokens_M[rows_R[r]] > L || num_tokens_M[rows_R[r]] < 0) return -1;
+    for (int64_t r = 0; r < R; r++) {
+        const int64_t row = rows_R[r], *targets = targets_RQ + r * (num_drafts + 1);
+        const int32_t *drafts = drafts_MK + row * K;
+        int32_t *outcome = outcome_RO + r * (3 + width);
+        int64_t accepted = 0, drafted = 0;
+        while (accepted < num_drafts && drafts[accepted] == targets[accepted]) accepted++;
+        for (int64_t k = 0; k < num_drafts; k++) drafted += drafts[k] != -1;
+        const int64_t emitted = max(min(accepted + 1, max_tokens_M[row] - num_tokens_M[row]), 0);
+        for (int64_t q = 0; q < width; q++) outcome[3 + q] = q < emitted ? targets[q] : -1;
+        memcpy(tokens_ML + row * L + num_tokens_M[row], outcome + 3, emitted * sizeof(int32_t));
+        num_tokens_M[row] += emitted;
+        num_emitted_R[r] = outcome[0] = emitted;
+        outcome[1] = min(accepted, emitted);
+        outcome[2] = drafted;
+    }
     return 0;
 }

@@ -33,11 +33,15 @@ _ARGUMENTS = {
     "dl_linear": [c_void_p] * 4 + [c_int64] * 3 + [c_int],
     "dl_rms_norm": [c_void_p] * 3 + [c_int64] * 2 + [c_float],
     "dl_add_rms_norm": [c_void_p] * 5 + [c_int64] * 2 + [c_float],
+    "dl_norm_concat": [c_void_p] * 5 + [c_int64] * 2 + [c_float],
     "dl_silu_mul": [c_void_p] * 2 + [c_int64] * 2,
     "dl_rope_write": [c_void_p] * 8 + [c_int64] * 12 + [c_float],
     "dl_paged_attention": [c_void_p] * 7 + [c_int64] * 14 + [c_int, c_int64, c_float, c_int],
+    "dl_row_tokens": [c_void_p] * 13 + [c_int64] * 10,
+    "dl_write_draft": [c_void_p] * 7 + [c_int64] * 4 + [c_int, c_int64],
+    "dl_accept_block": [c_void_p] * 8 + [c_int64] * 6,
 }
-_CHECKED = ("dl_rope_write", "dl_paged_attention")
+_CHECKED = ("dl_rope_write", "dl_paged_attention", "dl_row_tokens", "dl_write_draft", "dl_accept_block")
 """Functions that return whether all indices were good."""
 
 _c: Any = None
@@ -164,6 +168,24 @@ def _add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: floa
     return normed_TH, sum_TH
 
 
+def _norm_concat(
+    first_TH: Tensor, second_TH: Tensor, first_weight_H: Tensor, second_weight_H: Tensor, eps: float
+) -> Tensor:
+    num_tokens, size = first_TH.shape
+    out_T2H = empty((num_tokens, 2 * size))
+    _c.dl_norm_concat(
+        first_TH.data_ptr(),
+        second_TH.data_ptr(),
+        first_weight_H.data_ptr(),
+        second_weight_H.data_ptr(),
+        out_T2H.data_ptr(),
+        num_tokens,
+        size,
+        eps,
+    )
+    return out_T2H
+
+
 def _silu_mul(gate_up_T2I: Tensor) -> Tensor:
     num_tokens, double = gate_up_T2I.shape
     out_TI = empty((num_tokens, double // 2))
@@ -208,16 +230,153 @@ def _rope_write(
         raise IndexError(f"a position is outside of 0..{cos_sin_LD.shape[0] - 1}, or a slot outside of the cache")
 
 
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _row_tokens(
+    rows_R: Tensor,
+    tokens_ML: Tensor,
+    num_tokens_M: Tensor,
+    drafts_MK: Tensor,
+    page_table_MN: Tensor,
+    num_drafted_M: Tensor | None,
+    emitted_R: Tensor | None,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    kv_lens_R: Tensor,
+    query_starts_R1: Tensor,
+    last_R: Tensor,
+    num_per_row: int,
+    page_size: int,
+    offset: int,
+    ahead: int,
+    num_ids: int,
+) -> None:
+    failed = _c.dl_row_tokens(
+        rows_R.data_ptr(),
+        tokens_ML.data_ptr(),
+        num_tokens_M.data_ptr(),
+        drafts_MK.data_ptr(),
+        page_table_MN.data_ptr(),
+        _pointer(num_drafted_M),
+        _pointer(emitted_R),
+        ids_T.data_ptr(),
+        positions_T.data_ptr(),
+        slots_T.data_ptr(),
+        kv_lens_R.data_ptr(),
+        query_starts_R1.data_ptr(),
+        last_R.data_ptr(),
+        rows_R.shape[0],
+        *tokens_ML.shape,
+        drafts_MK.shape[1],
+        page_table_MN.shape[1],
+        num_per_row,
+        page_size,
+        offset,
+        ahead,
+        num_ids,
+    )
+    if failed:
+        raise IndexError("a row, or a position of its block, does not exist")
+
+
+def _write_draft(
+    rows_R: Tensor,
+    tokens_R: Tensor,
+    drafts_MK: Tensor,
+    num_drafted_M: Tensor,
+    draft_limit_M: Tensor,
+    num_tokens_M: Tensor,
+    target_ids_W: Tensor | None,
+    first: bool,
+    longest: int,
+) -> None:
+    failed = _c.dl_write_draft(
+        rows_R.data_ptr(),
+        tokens_R.data_ptr(),
+        drafts_MK.data_ptr(),
+        num_drafted_M.data_ptr(),
+        draft_limit_M.data_ptr(),
+        num_tokens_M.data_ptr(),
+        _pointer(target_ids_W),
+        rows_R.shape[0],
+        *drafts_MK.shape,
+        0 if target_ids_W is None else target_ids_W.shape[0],
+        first,
+        longest,
+    )
+    if failed:
+        raise IndexError("a row, a token of the draft vocabulary, or the place for one more draft does not exist")
+
+
+def _accept_block(
+    rows_R: Tensor,
+    targets_X: Tensor,
+    drafts_MK: Tensor,
+    tokens_ML: Tensor,
+    num_tokens_M: Tensor,
+    max_tokens_M: Tensor,
+    num_emitted_R: Tensor,
+    outcome_RO: Tensor,
+    num_drafts: int,
+) -> None:
+    failed = _c.dl_accept_block(
+        rows_R.data_ptr(),
+        targets_X.data_ptr(),
+        drafts_MK.data_ptr(),
+        tokens_ML.data_ptr(),
+        num_tokens_M.data_ptr(),
+        max_tokens_M.data_ptr(),
+        num_emitted_R.data_ptr(),
+        outcome_RO.data_ptr(),
+        rows_R.shape[0],
+        num_tokens_M.shape[0],
+        drafts_MK.shape[1],
+        tokens_ML.shape[1],
+        num_drafts,
+        outcome_RO.shape[1] - 3,
+    )
+    if failed:
+        raise IndexError("a row, or the place for its tokens, does not exist")
+
+
 linear = define("native_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, "CPU")
 rms_norm = define("native_rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, "CPU")
 add_rms_norm = define(
     "native_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", _add_rms_norm, "CPU"
+)
+norm_concat = define(
+    "native_norm_concat(Tensor first, Tensor second, Tensor first_weight, Tensor second_weight, float eps) -> Tensor",
+    _norm_concat,
+    "CPU",
 )
 silu_mul = define("native_silu_mul(Tensor gate_up) -> Tensor", _silu_mul, "CPU")
 rope_write = define(
     "native_rope_write(Tensor qkv, Tensor positions, Tensor slots, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, "
     "Tensor(a!) q, Tensor(b!) kv, float eps) -> ()",
     _rope_write,
+    "CPU",
+)
+row_tokens = define(
+    "native_row_tokens(Tensor rows, Tensor tokens, Tensor num_tokens, Tensor drafts, Tensor page_table, "
+    "Tensor? num_drafted, Tensor? emitted, Tensor(a!) ids, Tensor(b!) positions, Tensor(c!) slots, "
+    "Tensor(d!) kv_lens, Tensor(e!) query_starts, Tensor(f!) last, int num_per_row, int page_size, int offset, "
+    "int ahead, int num_ids) -> ()",
+    _row_tokens,
+    "CPU",
+)
+write_draft = define(
+    "native_write_draft(Tensor rows, Tensor tokens, Tensor(a!) drafts, Tensor(b!) num_drafted, Tensor draft_limit, "
+    "Tensor num_tokens, Tensor? target_ids, bool first, int longest) -> ()",
+    _write_draft,
+    "CPU",
+)
+accept_block = define(
+    "native_accept_block(Tensor rows, Tensor targets, Tensor drafts, Tensor(a!) tokens, Tensor(b!) num_tokens, "
+    "Tensor max_tokens, Tensor(c!) num_emitted, Tensor(d!) outcome, int num_drafts) -> ()",
+    _accept_block,
     "CPU",
 )
 
