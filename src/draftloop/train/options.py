@@ -3,13 +3,126 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from draftloop.config.fields import check, check_fields
-from draftloop.errors import ConfigError
+from draftloop.errors import ConfigError, check_known
 
 _PREFIX = "train option "
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What to train, on what, and how long."""
+
+    target: str = "smollm2-135m"
+    """The model to draft for: hub id, folder or alias."""
+    method: str = "eagle3"
+    """Kind of drafter to train."""
+    out: str = "drafter"
+    """Folder for everything that training makes; the drafter is in drafter/ below it."""
+
+    data: str | None = None
+    """JSON lines of prompts to answer, chat or text; left out, the target invents prompts."""
+    recording: str | None = None
+    """Folder of what the target said, which several trainings may share; left out, recording/ in --out."""
+    hidden_states: str | None = None
+    """Folder of extract_hidden_states to train on, instead of a recording."""
+    record_only: bool = False
+    """Record, and train later."""
+    record_tokens: int = 20_000_000
+    """Record until this many generated tokens are there, earlier runs included."""
+    record_minutes: float | None = None
+    """Stop recording earlier, after this long."""
+    answer_tokens: int = 384
+    """Longest answer, in tokens."""
+    greedy_share: float = 0.5
+    """Share of the answers at temperature 0; the others are drawn at 0.5 to 1."""
+    loop_share: float = 0.05
+    """Share of the answers that go in circles which is kept whole; others are cut where an 8-gram comes again for
+    the third time."""
+    max_num_seqs: int | None = None
+    """Answers at a time while recording; left out, 512 on a GPU and 16 on a CPU."""
+
+    steps: int | None = None
+    """Train for this many steps."""
+    minutes: float | None = None
+    """Train for this long; the learning rate follows the clock."""
+    epochs: float = 3.0
+    """Train this many times over the recording, where neither steps nor minutes are given."""
+    row_tokens: int = 1024
+    """Tokens of a row into which documents are packed, and so the longest document."""
+    batch_tokens: int = 32_768
+    """Tokens of a step, all processes together."""
+    accumulate: int = 1
+    """Parts that a step is computed in, to save memory."""
+    learning_rate: float = 1e-3
+    """Highest learning rate."""
+    final_rate: float = 0.05
+    """Share of the learning rate that is left at the end of the cosine."""
+    warmup: float = 0.03
+    """Share of the training in which the learning rate rises."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    held_out_tokens: int = 131_072
+    """Tokens of documents that are not trained on, for measuring acceptance; greedy ones if there are any."""
+    evaluate_every: int = 200
+    """Steps between measurements."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints: what a kill loses at most."""
+    resume: bool = True
+    """Go on from the last checkpoint in --out, if there is one."""
+    init_from: str | None = None
+    """Start with the weights of this drafter."""
+    seed: int = 0
+    """Fixes prompts, answers, order of the data and first weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the target and of activations; auto: float32 on a CPU, bfloat16 on a GPU. Weights in training are
+    float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes the GPU if there is one."""
+    compile: bool | None = None
+    """torch.compile what gains from it; left out, on a GPU."""
+
+    def __post_init__(self) -> None:
+        for name in ("target", "out", "data", "recording", "hidden_states", "init_from"):
+            if isinstance(value := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+        check_fields(self, _PREFIX)
+        check_known("training method", [self.method], METHOD_OPTIONS)
+
+        def need(name: str, ok: Callable[[Any], bool], limit: str) -> None:
+            value = getattr(self, name)
+            check(value is None or ok(value), self, name, limit, _PREFIX)
+
+        for name in ("answer_tokens", "max_num_seqs", "steps", "accumulate", "evaluate_every", "checkpoint_every"):
+            need(name, lambda value: value >= 1, "an integer >= 1")
+        for name in ("record_minutes", "minutes", "epochs", "learning_rate", "clip"):
+            need(name, lambda value: value > 0, "above 0")
+        for name in ("greedy_share", "loop_share", "final_rate"):
+            need(name, lambda value: 0 <= value <= 1, "in [0, 1]")
+        need("warmup", lambda value: 0 <= value < 1, "in [0, 1)")
+        need("weight_decay", lambda value: value >= 0, "0 or above")
+        need("record_tokens", lambda value: value >= 0, "0 or above")
+        need("seed", lambda value: 0 <= value < 2**32, "in [0, 2**32)")
+        need("row_tokens", lambda value: value >= 16, "an integer >= 16")
+        need("held_out_tokens", lambda value: value >= self.row_tokens, f"at least --row-tokens, {self.row_tokens}")
+        rows = self.row_tokens * self.accumulate
+        need("batch_tokens", lambda value: value >= rows and value % rows == 0, f"a multiple of {rows} (rows x parts)")
+        if self.steps is not None and self.minutes is not None:
+            raise ConfigError(f"both --steps {self.steps} and --minutes {self.minutes} are given; leave one out")
+        if self.hidden_states is not None and (self.record_only or self.recording or self.data):
+            raise ConfigError("--hidden-states is trained on as it is; leave --data, --recording and --record-only out")
+
+    @property
+    def recording_folder(self) -> Path:
+        return Path(self.recording) if self.recording else Path(self.out) / "recording"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +178,8 @@ class DraftModelOptions:
     """Drafts of a round, for the acceptance that is shown while training."""
     teacher_temperature: float = 1.0
     """The target's logits are divided by it; below 1, the likeliest tokens count for more."""
+    attention: Literal["auto", "flex", "dense"] = "auto"
+    """How training attends: flex_attention, or with all scores in memory; auto is flex on a GPU."""
 
     def __post_init__(self) -> None:
         check_fields(self, _PREFIX)
