@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from draftloop import cli
 from draftloop.config import EngineConfig
 from draftloop.config.fields import field_docs
 from draftloop.errors import ConfigError, RequestError
+from draftloop.models import resolve
 from draftloop.request import CompletionOutput, RequestOutput, SamplingParams, SpeculationStats
 
 
@@ -100,6 +102,7 @@ def llm(monkeypatch):
     module.LLM = FakeLLM  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(sys.modules, "draftloop.engine.llm", module)
     monkeypatch.setattr(FakeLLM, "made", [])
+    monkeypatch.setattr(resolve, "SHIPPED", Path("nothing is shipped"))
     # Other tests of this process listen to the log through its parents.
     monkeypatch.setattr(cli.log, "setup", lambda level: None)
 
@@ -122,6 +125,27 @@ def test_run_streams_the_answer_then_a_summary(capsys):
     assert messages == [{"role": "user", "content": "Count."}]
     assert (sampling.temperature, sampling.max_tokens) == (0, 256)
     assert (speculation, again) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "drafter"),
+    [
+        ([], "smollm2-135m-eagle3"),
+        (["HuggingFaceTB/SmolLM2-135M-Instruct", "--spec-tokens", "2"], "smollm2-135m-eagle3"),
+        (["--load-format", "dummy"], None),
+        (["some/model"], None),
+        (["--spec-method", "ngram", "--spec-tokens", "4"], None),
+    ],
+)
+def test_a_shipped_drafter_drafts_for_its_target(arguments, drafter, monkeypatch, tmp_path):
+    (tmp_path / "smollm2-135m-eagle3").mkdir()
+    (tmp_path / "smollm2-135m-eagle3" / "config.json").touch()
+    monkeypatch.setattr(resolve, "SHIPPED", tmp_path)
+    cli.main(["run", *arguments])
+    spec = FakeLLM.made[0].config.speculation
+    assert spec is not None
+    assert (spec.method, spec.model) == (("eagle3", drafter) if drafter else ("ngram", None))
+    assert spec.num_speculative_tokens == (5 if drafter and not arguments else 2 if drafter else 4)
 
 
 def test_run_as_json(capsys):

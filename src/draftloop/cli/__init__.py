@@ -1,0 +1,183 @@
+"""The `draftloop` command. Its options are the fields of the config dataclasses, docstrings included.
+
+Heavy modules are imported in the commands' bodies: `--help` and refused settings must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+import draftloop
+from draftloop.bench.demo import Demo, follow, write_now
+from draftloop.cli.bench import bench
+from draftloop.cli.options import (
+    FLAG,
+    PROMPT,
+    command,
+    config_from,
+    default_speculation,
+    engine_options,
+    sampling_options,
+    speculation_from,
+    speculation_options,
+)
+from draftloop.config import EngineConfig, Environment
+from draftloop.errors import ConfigError, DraftloopError, RequestError
+from draftloop.observability import log
+from draftloop.request import SamplingParams
+
+if TYPE_CHECKING:
+    from draftloop.engine.llm import LLM
+
+# Code repeats itself, so that drafting from the text so far pays.
+DEMO_PROMPT = "Write a Python class Point with x and y, and methods add, subtract, scale and distance."
+
+app = App(name="draftloop", version=draftloop.__version__, help=draftloop.__doc__)
+app.command(bench)
+
+logger = log.get_logger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command line. What a user got wrong is one line on stderr and exit code 2."""
+    try:
+        log.setup(Environment.read().log_level)
+        app(argv, exit_on_error=False, print_error=False, result_action="return_value")
+    except (DraftloopError, CycloptsError) as error:
+        logger.debug("where it happened", exc_info=True)
+        print(f"draftloop: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _split(values: dict[str, Any]) -> tuple[EngineConfig, SamplingParams]:
+    """Check all options of `run` or `chat`, before anything heavy is imported."""
+    sampling = {p.name: values.pop(p.name) for p in sampling_options()}
+    return config_from(values, default_speculation(values)), SamplingParams(**sampling)
+
+
+def _open(config: EngineConfig) -> LLM:
+    from draftloop.engine.llm import LLM
+
+    return LLM.from_config(config)
+
+
+# One request at a time, so one row: fewer graphs to capture, and a quicker start.
+_CONVERSATION = [*engine_options(max_num_seqs=1), *speculation_options(), *sampling_options()]
+
+
+@command(app, "run", _CONVERSATION)
+def run(
+    values: dict[str, Any],
+    *,
+    prompt: Annotated[tuple[str, ...], PROMPT] = (),
+    raw: FLAG = False,
+    compare: bool = True,
+    json: FLAG = False,
+) -> None:
+    """Stream a model's answer, then show what speculation and graphs did for it.
+
+    Without speculation options, the drafter that is shipped for the model drafts, or else ngram; --spec-tokens 0
+    turns speculation off.
+
+    Parameters
+    ----------
+    prompt:
+        What to ask; may be given more than once. Left out, a demo question.
+    raw:
+        Continue the prompt as it is, without the model's chat template.
+    compare:
+        Run again without speculation, for the comparison.
+    json:
+        Print one JSON object instead, with the whole graph report.
+    """
+    config, sampling = _split(values)
+    llm = _open(config)
+    try:
+        demo = Demo(llm, sampling, speculative=config.speculation is not None)
+        demo.run(prompt or (DEMO_PROMPT,), raw=raw, compare=compare, write=None if json else write_now)
+        demo.print_json() if json else demo.print_summary()
+    finally:
+        llm.close()
+
+
+@command(app, "chat", _CONVERSATION)
+def chat(values: dict[str, Any], *, system: str | None = None) -> None:
+    """Talk to a model. /reset starts over; /exit, or end of input, leaves.
+
+    Parameters
+    ----------
+    system:
+        Instructions that every conversation starts with.
+    """
+    config, sampling = _split(values)
+    llm = _open(config)
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    try:
+        for text in _lines():
+            if text == "/exit":
+                break
+            if text == "/reset":
+                messages = list(start)
+                continue
+            messages.append({"role": "user", "content": text})
+            try:
+                output = follow(llm.stream(messages, sampling), write_now)
+            except RequestError as error:  # such as a conversation that grew too long
+                messages.pop()
+                print(f"{error} (/reset starts over)", file=sys.stderr)
+                continue
+            messages.append({"role": "assistant", "content": output.outputs[0].text})
+    finally:
+        llm.close()
+
+
+@command(app, "check-drafter", [*engine_options(model=inspect.Parameter.empty), *speculation_options()])
+def check_drafter(
+    values: dict[str, Any],
+    drafter: Annotated[str, Parameter(help="The drafter's model: hub id or folder.")],
+    *,
+    num_prompts: int = 20,
+    output_tokens: int = 64,
+) -> None:
+    """Measure how much of what a drafter drafts is accepted, and with which aux_layer_offset it fits.
+
+    The method is read off the checkpoint unless --spec-method names it. The exit code is 1 if the drafter does
+    not work as it is.
+
+    Parameters
+    ----------
+    num_prompts:
+        Prompts to answer.
+    output_tokens:
+        Tokens of each answer.
+    """
+    for name, value in (("num-prompts", num_prompts), ("output-tokens", output_tokens)):
+        if value < 1:
+            raise ConfigError(f"--{name} is {value}; it must be at least 1")
+    spec: dict[str, Any] = {"num_speculative_tokens": 3, **(speculation_from(values) or {}), "model": drafter}
+    EngineConfig.from_mapping(**values)  # what is wrong with the options is said before torch is imported
+    from draftloop.bench.check_drafter import method_of, run_check_drafter
+
+    spec.setdefault("method", method_of(drafter, spec.get("revision")))
+    config = EngineConfig.from_mapping(speculative_config=spec, **values)
+    if not run_check_drafter(config, num_prompts=num_prompts, output_tokens=output_tokens):
+        sys.exit(1)
+
+
+def _lines() -> Iterator[str]:
+    """Non-empty lines that the user types, up to the end of input."""
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if text:
+            yield text
