@@ -36,6 +36,8 @@ class SamplingParams:
     """Go on after the end-of-sequence token (benchmarks)."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    detokenize: bool = True
+    """Make text of the tokens; without it the text stays empty, and much work is saved."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -54,6 +56,7 @@ class SamplingParams:
         need(self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", "in [0, 2**63)")
         need(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1), "max_tokens", ">= 1")
         need(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty texts")
+        need(self.detokenize or not self.stop, "stop", "left out where detokenize is off: there is no text to stop at")
         need(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids >= 0")
 
     @property
@@ -82,6 +85,8 @@ class SpeculationStats:
     num_accepted_draft_tokens: int
     acceptance_histogram: tuple[int, ...]
     """How many steps accepted 0, 1, .. K drafts; length K+1."""
+    num_steps_without_drafts: int = 0
+    """Steps that gave one token because nothing was drafted; they are in none of the other numbers."""
 
     @property
     def mean_acceptance_length(self) -> float:

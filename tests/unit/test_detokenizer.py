@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from draftloop.engine.detokenizer import Detokenizer
+from draftloop.errors import RequestError
 from draftloop.request import SamplingParams
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -85,3 +86,10 @@ def test_without_a_tokenizer_the_text_stays_empty():
     assert detokenizer.add(3) is None
     detokenizer.flush()
     assert detokenizer.text == ""
+
+
+def test_no_text_is_made_where_none_is_wanted(tokenizer):
+    detokenizer, seen, stop = feed(tokenizer, "some text", detokenize=False)
+    assert (detokenizer.text, stop, set(seen)) == ("", None, {""})
+    with pytest.raises(RequestError, match="stop is .*; it must be left out where detokenize is off"):
+        SamplingParams(stop=("x",), detokenize=False)

@@ -8,12 +8,12 @@ from draftloop.request import SamplingParams
 
 
 class Detokenizer:
-    """The text of one request. Without a tokenizer the text stays empty."""
+    """The text of one request. Without a tokenizer, or where none is wanted, it stays empty."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self.text = ""
         self._stop = params.stop
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None) if params.detokenize else None
         self._stream = None
         if self._backend is not None:
             from tokenizers.decoders import DecodeStream
