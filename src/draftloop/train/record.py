@@ -1,0 +1,171 @@
+"""The engine answers prompts, and what it says is written down."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from draftloop.engine.llm import LLM
+from draftloop.errors import CapacityError, ConfigError
+from draftloop.request import SamplingParams
+from draftloop.train.options import TrainOptions
+from draftloop.train.prompts import Invention, invention, random_prompt, read_prompts
+from draftloop.train.recording import Document, Recording, repetition_starts
+
+logger = logging.getLogger(__name__)
+
+SHARD_TOKENS = 1 << 20
+"""Generated tokens of a shard, about: what an interrupted recording loses at most."""
+ROUNDS = 6
+"""A shard has at least this many requests for every row, so that few rows wait for the longest answers."""
+INVENTED_TOKENS = 128
+"""A prompt that is not finished by then is dropped."""
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.5, 1.0
+
+
+def record(options: TrainOptions, recording: Recording, *, shard_tokens: int = SHARD_TOKENS) -> None:
+    """Add to a recording until it holds `record_tokens`; where it does already, nothing is started.
+
+    A recording that was interrupted goes on: shards are numbered, and no number's random draws come twice.
+    Raises ConfigError for prompts that cannot be read, and CapacityError where the disk is full; shards
+    written before stay usable.
+    """
+    have = recording.num_tokens()
+    if have >= options.record_tokens:
+        logger.info("%s holds %d generated tokens: nothing to record", recording.folder, have)
+        return
+    llm = LLM(options.target, **_engine_settings(options))
+    try:
+        if llm.engine.resolved.device != "cpu" and options.max_num_seqs is None:
+            logger.info("%d answers at a time", llm.engine.resolved.max_num_seqs)
+        _Recorder(options, recording, llm, shard_tokens).run(have)
+    finally:
+        llm.close()
+
+
+def _engine_settings(options: TrainOptions) -> dict[str, Any]:
+    import torch
+
+    cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    rows = options.max_num_seqs or (512 if cuda else 16)
+    settings: dict[str, Any] = {
+        "device": options.device,
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "max_num_seqs": rows,
+        "max_model_len": options.row_tokens,
+        # few sizes: each takes time to capture, and a padded row costs little
+        "cudagraph_capture_sizes": tuple(sorted({max(rows * part // 8, 1) for part in (1, 2, 4, 6, 8)})),
+        "use_tqdm_on_load": False,
+    }
+    if cuda:
+        settings |= {"max_prefill_rows": min(64, rows), "max_num_batched_tokens": 8192}
+    return settings
+
+
+class _Recorder:
+    def __init__(self, options: TrainOptions, recording: Recording, llm: LLM, shard_tokens: int) -> None:
+        self.options, self.recording, self.llm, self.shard_tokens = options, recording, llm, shard_tokens
+        tokenizer, config = llm.get_tokenizer(), llm.engine.model_config
+        self.longest = options.row_tokens
+        self.prompts: list[list[int]] | None = None
+        self.invention: Invention | None = None
+        special = getattr(tokenizer, "all_special_ids", None) or []
+        self.special = frozenset([*special, *llm.engine.core.eos_ids])
+        self.bos = config.bos_token_id
+        if options.data is not None:
+            found = read_prompts(Path(options.data), tokenizer)
+            self.prompts = [ids for ids in found if len(ids) <= self.longest // 2]
+            if dropped := len(found) - len(self.prompts):
+                logger.warning("%d prompts of %d tokens or more are left out", dropped, self.longest // 2)
+            random.Random(options.seed).shuffle(self.prompts)
+            if not self.prompts:
+                raise ConfigError(f"no prompt in {options.data!r} is short enough; raise --row-tokens")
+        elif (found := invention(tokenizer)) is not None and len(found.before) + len(found.after) < self.longest // 2:
+            self.invention = found
+            logger.info("the target invents prompts by continuing a user's turn")
+        else:
+            logger.info("the target has no chat template that it could invent prompts with: it continues random words")
+
+    def run(self, have: int) -> None:
+        options, started = self.options, time.monotonic()
+        # what an answer has turned out to hold decides how many a shard asks for
+        mean = options.answer_tokens / 2
+        least = min(ROUNDS * self.llm.engine.resolved.max_num_seqs, 1 << 15)
+        with tqdm(total=options.record_tokens, initial=have, desc="Recording", unit="token", disable=None) as bar:
+            while have < options.record_tokens:
+                number = self.recording.next_shard
+                wanted = min(self.shard_tokens, options.record_tokens - have)
+                count = max(round(wanted / mean), least if wanted == self.shard_tokens else 1)
+                documents = self.shard(number, count, self.recording.num_asked())
+                made = sum(len(document.token_ids) - document.num_given for document in documents)
+                if not made:
+                    raise CapacityError(
+                        f"shard {number} came out empty: the target answers nothing, or every prompt was dropped; "
+                        "give prompts with --data"
+                    )
+                self.recording.add(documents, asked=count)
+                have, mean = have + made, max(made / len(documents), 1.0)
+                bar.update(made)
+                if options.record_minutes is not None and time.monotonic() - started > options.record_minutes * 60:
+                    logger.info("%.1f minutes are over: recorded %d tokens", options.record_minutes, have)
+                    return
+
+    def shard(self, number: int, count: int, asked: int) -> list[Document]:
+        """Prompts and their answers; the same for the same arguments and seed. `asked`: prompts before this shard."""
+        rng = random.Random(f"{self.options.seed}-{number}")
+        prompts = self._prompts(rng, count, asked)
+        temperatures = [self._temperature(rng) for _ in prompts]
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                max_tokens=min(self.options.answer_tokens, self.longest - len(prompt)),
+                seed=rng.getrandbits(62),
+                detokenize=False,
+            )
+            for prompt, temperature in zip(prompts, temperatures, strict=True)
+        ]
+        documents = []
+        answered = zip(prompts, temperatures, self.llm.generate(prompts, params), strict=True)
+        for prompt, temperature, output in answered:
+            answer = output.outputs[0].token_ids
+            if (end := repetition_starts(answer)) < len(answer) and rng.random() >= self.options.loop_share:
+                answer = answer[:end]
+            if answer:
+                document = Document(token_ids=prompt + answer, num_given=len(prompt), temperature=temperature)
+                documents.append(document)
+        return documents
+
+    def _temperature(self, rng: random.Random) -> float:
+        drawn = round(rng.uniform(LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE), 2)
+        return 0.0 if rng.random() < self.options.greedy_share else drawn
+
+    def _prompts(self, rng: random.Random, count: int, asked: int) -> list[list[int]]:
+        if self.prompts is not None:
+            # in an order of their own, and every prompt once before any comes again
+            return [self.prompts[(asked + index) % len(self.prompts)] for index in range(count)]
+        if self.invention is not None:
+            return self._invent(rng, count, self.invention)
+        special, vocab_size = self.special, self.recording.vocab_size
+        return [random_prompt(rng, bos=self.bos, vocab_size=vocab_size, special=special) for _ in range(count)]
+
+    def _invent(self, rng: random.Random, count: int, how: Invention) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                max_tokens=min(INVENTED_TOKENS, self.longest // 2 - len(how.before) - len(how.after)),
+                stop_token_ids=how.stops,
+                seed=rng.getrandbits(62),
+                detokenize=False,
+            )
+            for _ in range(count)
+        ]
+        outputs = self.llm.generate([how.before] * count, params)
+        finished = (output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "stop")
+        said = dict.fromkeys(tuple(answer.token_ids[:-1]) for answer in finished)  # each prompt once
+        return [[*how.before, *ids, *how.after] for ids in said if ids]
