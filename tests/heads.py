@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftloop.drafters.dflash_config import DFlashConfig
 from draftloop.drafters.eagle_config import EagleConfig
 from draftloop.models.config import ModelConfig, RopeConfig
 from helpers import HEADS, HIDDEN, KV_HEADS, MAX_LEN, VOCAB, _folder
@@ -45,7 +46,7 @@ def head_config(method: str = "eagle3", *, width: int = HIDDEN, max_len: int = M
     return EagleConfig(method=method, **{**base, **changes})  # type: ignore[arg-type]
 
 
-def head_weights(config: EagleConfig, *, seed: int = 3, vocab: int = VOCAB) -> dict[str, Tensor]:
+def head_weights(config: EagleConfig | DFlashConfig, *, seed: int = 3, vocab: int = VOCAB) -> dict[str, Tensor]:
     """Random weights by plain name, large enough that every part of the head changes what is drafted."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}

@@ -295,7 +295,8 @@ def repeat_suffix(request_id: str, token_ids: list[int], k: int) -> list[int]:
 
 def example_configs() -> Mapping[str, list[dict[str, Any]]]:
     """For every drafter, the configurations that its tests run. A new drafter adds a line here."""
-    from heads import tiny_head  # which needs this module
+    from blocks import tiny_block  # which need this module
+    from heads import tiny_head
 
     return {
         "ngram": [{"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3}],
@@ -303,6 +304,7 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
             {"method": "draft_model", "model": near_draft(), "num_speculative_tokens": 3},
             {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 2},
         ],
+        "dflash": [{"method": "dflash", "model": tiny_block("dflash"), "num_speculative_tokens": 3}],
         "eagle": [{"method": "eagle", "model": tiny_head("eagle", method="eagle"), "num_speculative_tokens": 3}],
         "eagle3": [{"method": "eagle3", "model": tiny_head("eagle3"), "num_speculative_tokens": 3}],
         "extract_hidden_states": [

@@ -334,7 +334,7 @@ def test_presets_are_shapes_of_what_is_published():
     [
         ({"model": "eagle3-tiny", "load_format": "auto"}, "is a shape without weights; use load_format 'dummy'"),
         ({"model": "eagle3-tinny"}, "but 'eagle3-tinny' is none; did you mean 'eagle3-tiny'"),
-        ({"model": "eagle3-tiny", "method": "eagle"}, "shape of an eagle3 head; use method 'eagle3'"),
+        ({"model": "eagle3-tiny", "method": "eagle"}, "shape of an EAGLE-3 head; use method 'eagle3'"),
         ({"model": "tiny"}, "'tiny' is none"),
         ({"model": None}, "'eagle3' needs 'model'"),
         ({"model": "/nowhere", "load_format": "auto"}, "'/nowhere' does not exist"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blocks import wide_block
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import GraphMode, Key
 from draftloop.graphs.table import GraphTable
@@ -34,11 +35,13 @@ CONFIGS = {
     "none": None,
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "dflash": {"method": "dflash", "num_speculative_tokens": 3},
     "eagle": {"method": "eagle", "num_speculative_tokens": 3},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
 }
 WITH_MODELS = {
     "draft_model": near,
+    "dflash": functools.partial(wide_block, "dflash"),
     "eagle": functools.partial(wide_head, "eagle"),
     "eagle3": functools.partial(wide_head, "eagle3"),
 }

@@ -20,7 +20,7 @@ class SpeculativeConfig:
     """What drafts, and how drafts are accepted. None means "not given": the drafter's default holds."""
 
     method: str | None = None
-    """The drafter: ngram, draft_model, eagle3, eagle, synthetic, or any other that is registered."""
+    """The drafter: ngram, draft_model, eagle3, eagle, dflash, dspark, synthetic, or any other that is registered."""
     model: str | None = None
     """The drafter's model: hub id, folder or alias."""
     num_speculative_tokens: int | None = None
@@ -46,7 +46,8 @@ class SpeculativeConfig:
     load_format: Literal["auto", "safetensors", "dummy"] | None = None
     """How the drafter's weights are loaded; dummy makes random ones."""
     aux_layer_offset: int | None = None
-    """eagle3: added to the layer ids in the head's config, instead of what its layout implies; try 0 and 1."""
+    """eagle3, dflash, dspark: added to the layer ids in the drafter's config, instead of what its layout implies;
+    try 0 and 1."""
     layer_ids: tuple[int, ...] | None = None
     """extract_hidden_states: layers whose input is written; the number of layers stands for what leaves the last
     one, -1 for the states after the final norm."""

@@ -28,9 +28,9 @@ from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
 from draftloop.drafters.eagle_config import HEAD_PRESETS, EagleConfig, Method, check_target, parse
 from draftloop.drafters.eagle_files import fill, fill_dummy
 from draftloop.drafters.eagle_model import EagleHead
-from draftloop.drafters.files import find_checkpoint, read_shapes
+from draftloop.drafters.files import read_shapes
+from draftloop.drafters.locate import locate
 from draftloop.drafters.write import write_next
-from draftloop.errors import ConfigError, nearest
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
@@ -55,36 +55,22 @@ class _Eagle(Drafter):
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)
-        if spec.model is None:
-            raise ConfigError(f"speculative method {self.name!r} needs 'model', the folder or hub id of a head")
-        self.config, self.names = self._find(spec.model)
-        check_target(self.config, spec.model, target.config, target.name)
+        self.config, self.names = self._find()
+        check_target(self.config, str(spec.model), target.config, target.name)
         self._aux_layers = self.config.aux_layers(target.config.num_layers, spec.aux_layer_offset)
         # beyond what it was trained for a head drafts badly; its rows stop drafting, and are verified on
         self.longest = min(spec.max_model_len or self.config.model.max_position_embeddings, target.max_model_len)
         name = resolve_attention_name(spec.attention_backend or "auto", target.device.type)
         self.backend_class = attention_backend(name, target.device.type)
 
-    def _find(self, model: str) -> tuple[EagleConfig, dict[str, str]]:
+    def _find(self) -> tuple[EagleConfig, dict[str, str]]:
         """The head's shape and the names of its tensors. Reads no weights; raises ConfigError."""
-        dummy = (self.spec.load_format or self.target.load_format) == "dummy"
-        self.folder = None
-        if model in HEAD_PRESETS:
-            preset = HEAD_PRESETS[model]
-            if not dummy:
-                raise ConfigError(f"{model!r} is a shape without weights; use load_format 'dummy', or name a head")
-            if preset.method != self.method:
-                raise ConfigError(f"{model!r} is the shape of an {preset.method} head; use method {preset.method!r}")
+        preset, self.folder = locate(self.spec, self.target, HEAD_PRESETS, method=self.method)
+        if self.folder is None:
+            assert preset is not None
             return preset, {}
-        if dummy:
-            hint = nearest(model, HEAD_PRESETS)
-            raise ConfigError(
-                f"load_format 'dummy' makes random weights for a shape, but {model!r} is none{hint} "
-                f"Known: {', '.join(HEAD_PRESETS)}; for a head with weights say load_format 'auto' in the "
-                "speculative configuration"
-            )
-        self.folder = folder = find_checkpoint(model, self.spec.revision)
-        return parse(read_json(folder / "config.json"), read_shapes(folder), method=self.method, name=model)
+        config = read_json(self.folder / "config.json")
+        return parse(config, read_shapes(self.folder), method=self.method, name=str(self.spec.model))
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -129,7 +115,7 @@ class _Eagle(Drafter):
         )
         del self._embed_tokens, self._lm_head
         if self.folder is None:
-            fill_dummy(self.head, config, vocab_size=target.vocab_size, seed=target.seed)
+            fill_dummy(self.head, vocab_size=target.vocab_size, seed=target.seed)
         else:
             fill(self.head, self.folder, self.names, vocab_size=target.vocab_size, name=str(self.spec.model))
 

@@ -1,15 +1,14 @@
-"""From the files of an EAGLE head to its weights, or random ones."""
+"""From the files of a drafter to its weights, or random ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from draftloop.drafters.eagle_config import EagleConfig
-from draftloop.drafters.eagle_model import EagleHead
 from draftloop.drafters.files import open_weights
 from draftloop.errors import ConfigError
 from draftloop.models.loader import DUMMY_STD
@@ -17,7 +16,18 @@ from draftloop.models.loader import DUMMY_STD
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def fill(head: EagleHead, folder: Path, names: Mapping[str, str], *, vocab_size: int, name: str) -> None:
+class Head(Protocol):
+    """A module whose weights come from files."""
+
+    target_ids_W: Tensor | None
+    """int64: the target's id of each draft id, where the head has a vocabulary of its own."""
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Plain tensor name -> the weight, or part of one, that it fills."""
+        ...
+
+
+def fill(head: Head, folder: Path, names: Mapping[str, str], *, vocab_size: int, name: str) -> None:
     """Read the weights into a head whose shape has been checked; `names`: plain name -> name in the files.
 
     Raises ConfigError for quantised weights, and where `d2t` leads outside of the target's `vocab_size`
@@ -47,14 +57,16 @@ def target_ids(offsets_W: Tensor, *, vocab_size: int, name: str) -> Tensor:
     return ids_W
 
 
-def fill_dummy(head: EagleHead, config: EagleConfig, *, vocab_size: int, seed: int) -> None:
+def fill_dummy(head: Head, *, vocab_size: int, seed: int) -> None:
     """Random weights, made on the head's device, and draft ids spread over the vocabulary."""
-    generator = torch.Generator(device=head.fc.device).manual_seed(seed)
-    for name, weight in head.destinations().items():
+    destinations = head.destinations()
+    generator = torch.Generator(device=next(iter(destinations.values())).device).manual_seed(seed)
+    for name, weight in destinations.items():
         if weight.dim() == 1 and not name.endswith("bias"):
             weight.fill_(1)
         else:
             weight.normal_(0, DUMMY_STD, generator=generator)
     if head.target_ids_W is not None:
-        ids_W = torch.arange(config.draft_vocab_size) * vocab_size // config.draft_vocab_size
-        head.target_ids_W.copy_(target_ids(ids_W - torch.arange(len(ids_W)), vocab_size=vocab_size, name="dummy"))
+        size = head.target_ids_W.shape[0]
+        ids_W = torch.arange(size) * vocab_size // size
+        head.target_ids_W.copy_(target_ids(ids_W - torch.arange(size), vocab_size=vocab_size, name="dummy"))

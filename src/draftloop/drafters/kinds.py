@@ -46,11 +46,13 @@ def kind_of(config: Mapping[str, Any], plain_names: Iterable[str]) -> str | None
         return str(kind)
     said = " ".join([*(config.get("architectures") or []), str(config.get("model_type") or "")]).lower()
     names = set(plain_names)
+    nested = config.get("dflash_config") or {}
+    # exports of DSpark drafters may call themselves DFlash
+    if nested.get("projector_type") == "dspark" or "markov_head.markov_w1.weight" in names:
+        return "dspark"
     for kind in ("dflash", "dspark", "medusa", "mtp"):
         if kind in said:
             return kind
-    if "markov_head.markov_w1.weight" in names:
-        return "dspark"
     if "fc.weight" in names:
         if "layers.0.hidden_norm.weight" in names or "eagle3" in said:
             return "eagle3"

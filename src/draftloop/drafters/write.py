@@ -1,4 +1,7 @@
-"""How drafts get into the row state. Shape suffixes: R rows, K drafts, V vocabulary, W draft vocabulary."""
+"""How drafts get into the row state.
+
+Shape suffixes: R rows, K drafts, J drafts of each row that come at once, N = R * J, V vocabulary, W draft vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch import Tensor
 from draftloop.kernels.write_draft import DraftRows, write_draft, write_likeliest
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.sampling.noise import Stream, gumbel_argmax
-from draftloop.sampling.sampler import SamplingRows, probabilities
+from draftloop.sampling.sampler import SamplingRows, greedy_tokens, probabilities
 
 
 def write_all(state: RowState, rows_R: Tensor, drafts_RK: Tensor) -> None:
@@ -39,26 +42,64 @@ def write_next(
     logits_RW = logits_RW[:, :vocab_size]
     draft_rows = DraftRows(state.drafts_MK, state.num_drafted_M, state.draft_limit_M, state.num_tokens_M)
     if sampled:
-        token_R = _sample(state, rows_R.long(), logits_RW, target_ids_W, first=first)
+        index_R = torch.zeros_like(rows_R) if first else state.num_drafted_M[rows_R]
+        token_R = _sample(state, rows_R.long(), index_R.long()[:, None], logits_RW, target_ids_W)
         write_draft(rows_R, token_R, draft_rows, target_ids_W, first=first, longest=longest)
     else:
         write_likeliest(rows_R, logits_RW, draft_rows, target_ids_W, first=first, longest=longest)
 
 
-def _sample(state: RowState, rows_R: Tensor, logits_RW: Tensor, target_ids_W: Tensor | None, *, first: bool) -> Tensor:
-    """int64 [R]: an index into W for each row, whose distribution is kept for the acceptance test."""
+def write_block(
+    state: RowState,
+    rows_R: Tensor,
+    logits_NW: Tensor,
+    *,
+    vocab_size: int,
+    sampled: bool,
+    start: int = 0,
+    target_ids_W: Tensor | None = None,
+    longest: int | None = None,
+) -> Tensor:
+    """Choose the drafts `start`, `start` + 1, .. of each row, each from its own logits, and write them.
+
+    Logits are [R * J, W] for J drafts of each row. Returns what was chosen, int64 [R, J], as ids of the
+    target, wherever it may be drafted or not. Nothing is counted; the rest is as in `write_next`.
+    """
+    rows_R = rows_R.long()
+    num_rows = rows_R.shape[0]
+    num_each = logits_NW.shape[0] // num_rows
+    logits_NW = logits_NW[:, :vocab_size]
+    index_J = torch.arange(start, start + num_each, device=rows_R.device)
+    if sampled:
+        choice_N = _sample(state, rows_R, index_J.expand(num_rows, -1), logits_NW, target_ids_W)
+    else:
+        choice_N = greedy_tokens(logits_NW)
+    if target_ids_W is not None:
+        choice_N = target_ids_W[choice_N]
+    tokens_RJ = choice_N.view(num_rows, num_each)
+    allowed_RJ = index_J < state.draft_limit_M[rows_R][:, None]
+    if longest is not None:
+        allowed_RJ = allowed_RJ & (state.num_tokens_M[rows_R][:, None] + index_J < longest)
+    drafts_RJ = torch.where(allowed_RJ, tokens_RJ, NO_DRAFT).int()
+    state.drafts_MK[:, start : start + num_each].index_copy_(0, rows_R, drafts_RJ)
+    return tokens_RJ
+
+
+def _sample(
+    state: RowState, rows_R: Tensor, index_RJ: Tensor, logits_NW: Tensor, target_ids_W: Tensor | None
+) -> Tensor:
+    """int64 [N]: an index into W for each draft, whose distribution is kept for the acceptance test."""
     assert state.draft_probs_MKV is not None
-    index_R = torch.zeros_like(rows_R) if first else state.num_drafted_M[rows_R].long()
-    sampling = SamplingRows.gather(state, rows_R)
+    sampling = SamplingRows.gather(state, rows_R).repeat(index_RJ.shape[1])
     # any distribution drafts without loss; leaving top_k and top_p to the target saves a sort
-    probs_RW = probabilities(logits_RW, sampling, truncate=False)
-    positions_R = state.num_tokens_M[rows_R] + index_R
-    token_R = gumbel_argmax(probs_RW.log(), sampling.seed_N, positions_R.long(), Stream.DRAFT)
+    probs_NW = probabilities(logits_NW, sampling, truncate=False)
+    positions_N = (state.num_tokens_M[rows_R][:, None] + index_RJ).flatten()
+    choice_N = gumbel_argmax(probs_NW.log(), sampling.seed_N, positions_N, Stream.DRAFT)
     if target_ids_W is not None:
         # what has no logit is never drafted, and its probability must say so to stay lossless
-        whole_RV = probs_RW.new_zeros(probs_RW.shape[0], state.draft_probs_MKV.shape[2])
-        probs_RW = whole_RV.index_copy(1, target_ids_W, probs_RW)
-    elif missing := state.draft_probs_MKV.shape[2] - probs_RW.shape[1]:
-        probs_RW = torch.nn.functional.pad(probs_RW, (0, missing))  # what we do not know is never drafted
-    state.draft_probs_MKV.index_put_((rows_R, index_R), probs_RW)
-    return token_R
+        whole_NV = probs_NW.new_zeros(probs_NW.shape[0], state.draft_probs_MKV.shape[2])
+        probs_NW = whole_NV.index_copy(1, target_ids_W, probs_NW)
+    elif missing := state.draft_probs_MKV.shape[2] - probs_NW.shape[1]:
+        probs_NW = torch.nn.functional.pad(probs_NW, (0, missing))  # what we do not know is never drafted
+    state.draft_probs_MKV.index_put_((rows_R[:, None], index_RJ), probs_NW.unflatten(0, index_RJ.shape))
+    return choice_N

@@ -1,0 +1,175 @@
+"""The block drafter as a module: decoder layers over a block of masks, with the target's states as context.
+
+Shape suffixes: T tokens, R rows, Q slots of a block, C width of the drafter, X numbers per token that the
+target hands over, W draft vocabulary, L positions or layers (`kv_L2PSGD`), P pages, S tokens per page,
+G key/value heads, D head size, E = 2G * D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.drafters.dflash_config import DFlashConfig
+from draftloop.drafters.dflash_files import MASK_EMBEDDING
+from draftloop.errors import ConfigError
+from draftloop.graphs.phase import Cost
+from draftloop.kernels.linear import linear
+from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
+from draftloop.kernels.rope_write import rope_write
+from draftloop.models.layers import Attention, DecoderLayer, parameter
+from draftloop.models.rope import cos_sin_table
+
+
+class DFlashModel(torch.nn.Module):
+    """Fills the masks behind a token, all at once.
+
+    `embed_tokens` and `lm_head` are the target's where the checkpoint has none: give them as arguments.
+    """
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        backend: AttentionBackend,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_positions: int,
+        embed_tokens: Tensor,
+        lm_head: Tensor,
+    ) -> None:
+        super().__init__()
+        self.config, self.backend = config, backend
+        model, width = config.model, config.model.hidden_size
+
+        def make(*shape: int) -> torch.nn.Parameter:
+            return parameter(*shape, device=device, dtype=dtype)
+
+        # plain attributes where borrowed: what is not ours is neither counted nor filled
+        self.embed_tokens = make(model.vocab_size, width) if config.own_embeddings else embed_tokens.detach()
+        self.lm_head = make(config.draft_vocab_size, width) if config.own_head else lm_head.detach()
+        self.fc = make(width, config.aux_width)
+        self.hidden_norm = make(width)
+        self.decoder_layers = tuple(DecoderLayer(model, i, device=device, dtype=dtype) for i in range(model.num_layers))
+        self.layers = torch.nn.ModuleList(self.decoder_layers)
+        self.final_norm = make(width)
+        self.target_ids_W: Tensor | None = None
+        if config.has_map:
+            self.target_ids_W = torch.arange(config.draft_vocab_size, device=device)
+        self.mask_C = torch.zeros(width, device=device, dtype=dtype)
+        """What a mask is embedded as; set once the weights are there."""
+        self.cos_sin_LD = cos_sin_table(model.rope, head_dim=model.head_dim, max_positions=max_positions, device=device)
+
+    def settle(self, mask_C: Tensor | None) -> None:
+        """Once the weights are there: what a mask is embedded as, by default its token; the target's rows of a head.
+
+        Raises ConfigError for an embedding of another width.
+        """
+        if self.target_ids_W is not None and not self.config.own_head:
+            self.lm_head = self.lm_head.index_select(0, self.target_ids_W)
+        if mask_C is None:
+            assert self.config.mask_token_id is not None
+            mask_C = self.embed_tokens[self.config.mask_token_id]
+        if mask_C.shape != self.mask_C.shape:
+            raise ConfigError(
+                f"{MASK_EMBEDDING} holds {mask_C.shape[0]} numbers, but the drafter is {self.mask_C.shape[0]} wide"
+            )
+        self.mask_C.copy_(mask_C)
+
+    def write_context(self, aux_TX: Tensor, positions_T: Tensor, slots_T: Tensor, kv_L2PSGD: Tensor) -> None:
+        """Write keys and values of each layer for tokens that the target has seen, at their positions."""
+        eps = self.config.model.rms_norm_eps
+        context_TC = rms_norm(linear(aux_TX, self.fc), self.hidden_norm, eps)
+        for layer, kv_2PSGD in zip(self.decoder_layers, kv_L2PSGD.unbind(0), strict=True):
+            attention = layer.attention
+            weight_EC, bias_E = _keys_values(attention)
+            rope_write(
+                linear(context_TC, weight_EC, bias_E),
+                positions_T,
+                slots_T,
+                self.cos_sin_LD,
+                kv_2PSGD,
+                num_heads=0,
+                num_kv_heads=attention.num_kv_heads,
+                head_dim=attention.head_dim,
+                q_norm_D=attention.q_norm,
+                k_norm_D=attention.k_norm,
+                eps=eps,
+            )
+
+    def forward(self, token_ids_R: Tensor, kv_L2PSGD: Tensor, batch: AttentionBatch) -> Tensor:
+        """Run one block per row: a token, and masks after it. Returns [R, Q, C], which the output head reads."""
+        eps, num_slots = self.config.model.rms_norm_eps, batch.max_query_len
+        embedded_R1C = F.embedding(token_ids_R, self.embed_tokens)[:, None]
+        masks_RKC = self.mask_C.expand(token_ids_R.shape[0], num_slots - 1, -1)
+        residual_TC, out = torch.cat([embedded_R1C, masks_RKC], 1).flatten(0, 1), None
+        by_causality = {causal: replace(batch, causal=causal) for causal in set(self.config.causal_layers)}
+        for layer, causal, kv_2PSGD in zip(
+            self.decoder_layers, self.config.causal_layers, kv_L2PSGD.unbind(0), strict=True
+        ):
+            if out is None:
+                x_TC = rms_norm(residual_TC, layer.input_norm, eps)
+            else:
+                x_TC, residual_TC = add_rms_norm(out, residual_TC, layer.input_norm, eps)
+            out, residual_TC = layer(x_TC, residual_TC, kv_2PSGD, self.cos_sin_LD, by_causality[causal], self.backend)
+        assert out is not None
+        hidden_TC, _ = add_rms_norm(out, residual_TC, self.final_norm, eps)
+        return hidden_TC.view(-1, num_slots, hidden_TC.shape[-1])
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        """[T, C] -> [T, W]; entry i stands for the target's id `target_ids_W[i]`, or i where there is no map."""
+        return linear(hidden_TC, self.lm_head)
+
+    def context_cost(self) -> Cost:
+        """What `write_context` must read and compute."""
+        num_weights = self.fc.numel()
+        num_weights += sum(_keys_values(layer.attention)[0].numel() for layer in self.decoder_layers)
+        return Cost(weight_bytes=num_weights * self.fc.dtype.itemsize, flops=2 * num_weights)
+
+    def block_cost(self) -> Cost:
+        """What one pass over a block with its logits must read and compute."""
+        model = self.config.model
+        num_weights = sum(p.numel() for p in self.layers.parameters()) + self.lm_head.numel()
+        cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+        return Cost(
+            weight_bytes=num_weights * self.fc.dtype.itemsize,
+            cache_bytes=cache * self.backend.shape.kv_dtype.itemsize,
+            flops=2 * num_weights,
+        )
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Plain tensor name -> the weight, or part of a fused one, that it fills; `d2t` is not among them."""
+        config = self.config
+        found: dict[str, Tensor] = {
+            "fc.weight": self.fc,
+            "hidden_norm.weight": self.hidden_norm,
+            "norm.weight": self.final_norm,
+        }
+        if config.own_embeddings:
+            found["embed_tokens.weight"] = self.embed_tokens
+        if config.own_head:
+            found["lm_head.weight"] = self.lm_head
+        for index, layer in enumerate(self.decoder_layers):
+            parts = layer.destinations(f"layers.{index}")
+            if config.fused_qkv:
+                parts = {
+                    name: part
+                    for name, part in parts.items()
+                    if not name.split("_proj")[0].endswith((".q", ".k", ".v"))
+                }
+                attention = layer.attention
+                for kind, fused in (("weight", attention.qkv_weight), ("bias", attention.qkv_bias)):
+                    if fused is not None:
+                        parts[f"layers.{index}.self_attn.qkv_proj.{kind}"] = fused
+            found |= parts
+        return found
+
+
+def _keys_values(attention: Attention) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the fused projection's part that gives keys and values."""
+    start, bias = attention.query_size, attention.qkv_bias
+    return attention.qkv_weight[start:], None if bias is None else bias[start:]
