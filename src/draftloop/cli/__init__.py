@@ -26,6 +26,7 @@ from draftloop.cli.options import (
     speculation_from,
     speculation_options,
 )
+from draftloop.cli.train import add_train
 from draftloop.config import EngineConfig, Environment
 from draftloop.errors import ConfigError, DraftloopError, RequestError
 from draftloop.observability import log
@@ -39,6 +40,7 @@ DEMO_PROMPT = "Write a Python class Point with x and y, and methods add, subtrac
 
 app = App(name="draftloop", version=draftloop.__version__, help=draftloop.__doc__)
 app.command(bench)
+add_train(app)
 
 logger = log.get_logger(__name__)
 

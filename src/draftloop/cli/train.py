@@ -1,0 +1,62 @@
+"""`draftloop train`: its options are the dataclasses in `train/options.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from cyclopts import App, Group
+
+from draftloop.cli.options import _option, command
+from draftloop.config.fields import field_docs, field_types
+from draftloop.train.options import METHOD_OPTIONS, TrainOptions, method_options
+
+_TRAINING = Group.create_ordered("Training")
+_METHOD = Group.create_ordered("Of one method")
+
+
+def train_options() -> list[inspect.Parameter]:
+    docs, types_ = field_docs(TrainOptions), field_types(TrainOptions)
+    fields = dataclasses.fields(TrainOptions)
+    options = [_option(f.name, types_[f.name], f.default, _TRAINING, docs[f.name]) for f in fields]
+    for name, (methods, annotation, help) in _method_options().items():
+        # left out is not the same as the default: a method refuses what it does not use
+        options.append(_option(name, annotation | None, None, _METHOD, f"{', '.join(methods)}: {help}"))
+    return options
+
+
+def _method_options() -> dict[str, tuple[list[str], Any, str]]:
+    """Options of the training methods by name: the methods that have it, its type and its docstring."""
+    found: dict[str, tuple[list[str], Any, str]] = {}
+    for method, cls in METHOD_OPTIONS.items():
+        docs = field_docs(cls)
+        for name, annotation in field_types(cls).items():
+            default = getattr(cls, name)
+            help = docs[name] if default in (None, "auto") else f"{docs[name]} Default: {default}."
+            found.setdefault(name, ([], annotation, help))[0].append(method)
+    return found
+
+
+def options_from(values: dict[str, Any]) -> tuple[TrainOptions, Any]:
+    """The options of `train` and those of its method. Raises ConfigError for a method's option given to another."""
+    values = dict(values)
+    given = {name: value for name in _method_options() if (value := values.pop(name)) is not None}
+    options = TrainOptions(**values)
+    return options, method_options(options.method, given)
+
+
+def add_train(app: App) -> None:
+    """Give the program its command `train`."""
+
+    @command(app, "train", train_options())
+    def train(values: dict[str, Any]) -> None:
+        """Make a drafter for a model: record what it says, train on its hidden states, write what the engine loads.
+
+        Run again, it goes on where it was left. Several GPUs: record first (--record-only), then start it with
+        torchrun.
+        """
+        options, of_method = options_from(values)
+        from draftloop.train.run import run_train
+
+        run_train(options, of_method)
