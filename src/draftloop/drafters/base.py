@@ -122,6 +122,9 @@ class Drafter(ABC):
     forced_acceptance: ClassVar[bool] = False
     """Its drafts mean nothing; acceptance is by coin (benchmarks)."""
 
+    folder: Path | None = None
+    """Where its checkpoint is; None for drafters without one, and for shapes."""
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" not in vars(cls):

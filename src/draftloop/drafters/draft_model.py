@@ -51,6 +51,7 @@ class DraftModelDrafter(Drafter):
             raise ConfigError("speculative method 'draft_model' needs 'model', the drafting model")
         self.load_format = spec.load_format or target.load_format
         self.source = resolve_model(spec.model, revision=spec.revision, load_format=self.load_format)
+        self.folder = self.source.folder
         self._check_kind()
         self.config = load_config(self.source)
         self._check_vocabulary()

@@ -118,6 +118,7 @@ class _Eagle(Drafter):
             fill_dummy(self.head, vocab_size=target.vocab_size, seed=target.seed)
         else:
             fill(self.head, self.folder, self.names, vocab_size=target.vocab_size, name=str(self.spec.model))
+        self.head.settle()
 
     def cache_specs(self) -> list[CacheSpec]:
         return [cache_spec(self.config.model, self.target.dtype)]

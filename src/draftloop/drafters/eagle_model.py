@@ -134,6 +134,11 @@ class EagleHead(torch.nn.Module):
             self.target_ids_W = torch.arange(config.draft_vocab_size, device=device)
         self.cos_sin_LD = cos_sin_table(model.rope, head_dim=model.head_dim, max_positions=max_positions, device=device)
 
+    def settle(self) -> None:
+        """Once the weights are there: of an output head that is the target's, the rows of the draft vocabulary."""
+        if self.target_ids_W is not None and not self.config.own_head:
+            self.lm_head = self.lm_head[self.target_ids_W]
+
     def fuse(self, aux_TX: Tensor) -> Tensor:
         """[T, X] of the target -> [T, C], in the place of a hidden state of our own."""
         if self.config.fuses_embedding:
