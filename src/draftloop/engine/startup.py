@@ -17,6 +17,7 @@ from draftloop.attention.registry import attention_backend, resolve_attention_na
 from draftloop.config.engine import EngineConfig
 from draftloop.config.resolve import Facts, Resolved, resolve
 from draftloop.drafters.base import Drafter, Target, drafter_class
+from draftloop.drafters.made_for import warn_of_other_target
 from draftloop.engine.core import EngineCore
 from draftloop.engine.iteration import iteration_phases
 from draftloop.engine.target import target_phases
@@ -108,6 +109,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
                 seed=config.seed,
             ),
         )
+        warn_of_other_target(drafter.folder, source.folder, name=str(spec.model), target_name=config.model)
     rates = _synthetic_rates(config, drafter)
     clock.lap("resolve")
 
