@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from draftloop.bench.plots import pyplot
 from draftloop.bench.roofline import CEILINGS, floor_ms
-from draftloop.bench.stamp import write_numbers
+from draftloop.bench.stamp import engine_facts, write_numbers
 from draftloop.config.engine import EngineConfig
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
@@ -52,7 +53,7 @@ def run_latency(
             f"{prompt_tokens} prompt tokens and {output_tokens} + {WARM_TOKENS} output tokens exceed max_model_len "
             f"{limit}; lower --prompt-tokens or --output-tokens"
         )
-    common = _common(llm, prompt_tokens)
+    common = {**engine_facts(llm), "prompt": prompt_tokens}
     seconds = llm.engine.seconds
     rows = [
         {**common, "metric": "startup_s", "value": round(startup_s, 3)},
@@ -66,22 +67,6 @@ def run_latency(
     _print(rows, path)
     _draw(rows, path.with_suffix(".png"))
     return path
-
-
-def _common(llm: LLM, prompt_tokens: int) -> dict[str, Any]:
-    config, resolved = llm.config, llm.engine.resolved
-    spec = config.speculation
-    return {
-        "model": config.model,
-        "dtype": resolved.dtype,
-        "method": (spec.method or "draft_model") if spec else "none",
-        "drafter": spec.model if spec else None,
-        "k": spec.num_speculative_tokens if spec else 0,
-        "prompt": prompt_tokens,
-        "path": "iteration" if resolved.iteration_graph else "phases",
-        "backend": config.attention_backend,
-        "mode": resolved.graph_mode,
-    }
 
 
 def _measure(
@@ -240,14 +225,9 @@ def _print(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Iteration time against its floor, by batch. Without matplotlib (extra `bench`) there is no picture."""
-    try:
-        import matplotlib
-    except ImportError:
+    """Iteration time against its floor, by batch."""
+    if (plt := pyplot()) is None:
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     steps = [row for row in rows if row["metric"] == "iteration_ms"]
     figure, axes = plt.subplots(figsize=(6, 4))
     axes.plot([r["batch"] for r in steps], [r["value"] for r in steps], "o-", label="measured")

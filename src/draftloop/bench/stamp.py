@@ -13,7 +13,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftloop.engine.llm import LLM
 
 _PACKAGES = ("torch", "triton", "transformers")
 
@@ -39,6 +42,22 @@ def stamp(command: str | None = None) -> dict[str, Any]:
             "driver": _driver_version(),
             "python": platform.python_version(),
         },
+    }
+
+
+def engine_facts(llm: LLM) -> dict[str, Any]:
+    """What every row says of the engine that was measured."""
+    config, resolved = llm.config, llm.engine.resolved
+    spec = config.speculation
+    return {
+        "model": config.model,
+        "dtype": resolved.dtype,
+        "method": (spec.method or "draft_model") if spec else "none",
+        "drafter": spec.model if spec else None,
+        "k": spec.num_speculative_tokens if spec else 0,
+        "path": "iteration" if resolved.iteration_graph else "phases",
+        "backend": config.attention_backend,
+        "mode": resolved.graph_mode,
     }
 
 

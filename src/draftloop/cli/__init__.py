@@ -8,16 +8,20 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
 import draftloop
+from draftloop.bench import prompts as prompt_sets
 from draftloop.bench.demo import Demo, follow, write_now
 from draftloop.cli.bench import bench
 from draftloop.cli.options import (
     FLAG,
+    NAMES,
     PROMPT,
+    at_least_one,
     command,
     config_from,
     default_speculation,
@@ -25,10 +29,11 @@ from draftloop.cli.options import (
     sampling_options,
     speculation_from,
     speculation_options,
+    target_options,
 )
 from draftloop.cli.train import add_train
 from draftloop.config import EngineConfig, Environment
-from draftloop.errors import ConfigError, DraftloopError, RequestError
+from draftloop.errors import ConfigError, DraftloopError, RequestError, check_known
 from draftloop.observability import log
 from draftloop.request import SamplingParams
 
@@ -172,6 +177,58 @@ def check_drafter(
     config = EngineConfig.from_mapping(speculative_config=spec, **values)
     if not run_check_drafter(config, num_prompts=num_prompts, output_tokens=output_tokens):
         sys.exit(1)
+
+
+@command(app, "compare", target_options(max_num_seqs=1))
+def compare(
+    values: dict[str, Any],
+    *,
+    drafters: Annotated[tuple[str, ...], NAMES],
+    target: str = "smollm2-135m",
+    prompts: str = "mt_bench",
+    num_prompts: int = 10,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    repeats: int = 3,
+    out: Path = Path("docs/numbers"),
+) -> None:
+    """Several drafters on one model: tokens per step and per second of each, measured in turns.
+
+    Parameters
+    ----------
+    drafters:
+        What to compare: none (plain decoding), or NAME:K with K drafts per step, where NAME is the folder, hub id or
+        name of a drafter, or a method that needs none. Such as none,ngram:4,smollm2-135m-eagle3:5.
+    target:
+        The model that is drafted for: hub id, local folder or alias.
+    prompts:
+        Set of prompts: mt_bench, humaneval or gsm8k.
+    num_prompts:
+        Prompts to answer; --max-num-seqs of them run at the same time.
+    max_tokens:
+        Tokens of each answer, at most.
+    temperature:
+        Temperature of the answers.
+    repeats:
+        Rounds; the median counts.
+    out:
+        Folder or file for the results.
+    """
+    at_least_one(drafters=len(drafters), num_prompts=num_prompts, repeats=repeats)
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    check_known("prompt set", [prompts], prompt_sets.NAMES)
+    config = EngineConfig.from_mapping(model=target, **values)
+    from draftloop.bench.compare import run_compare
+
+    run_compare(
+        config,
+        drafters=drafters,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        sampling=sampling,
+        repeats=repeats,
+        out=out,
+    )
 
 
 def _lines() -> Iterator[str]:

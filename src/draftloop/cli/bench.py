@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App
 
+from draftloop.bench import prompts as prompt_sets
 from draftloop.cli.options import (
+    DECIMALS,
     FLAG,
+    NAMES,
     NUMBERS,
+    at_least_one,
     command,
     config_from,
     default_speculation,
     engine_options,
+    speculation_from,
     speculation_options,
+    target_options,
 )
-from draftloop.errors import ConfigError
+from draftloop.config import EngineConfig, SpeculativeConfig
+from draftloop.errors import ConfigError, check_known
+from draftloop.request import SamplingParams
 
 bench = App(name="bench", help="Measure; each result is written with the command, machine and versions it came from.")
 
@@ -66,6 +75,60 @@ def latency(
         repeats=repeats,
         out=out,
         trace=trace,
+    )
+
+
+@command(bench, "acceptance", [*target_options(), *speculation_options(with_model=False)])
+def acceptance(
+    values: dict[str, Any],
+    *,
+    target: str = "smollm2-135m",
+    drafter: str | None = None,
+    prompts: Annotated[tuple[str, ...], NAMES] = prompt_sets.NAMES,
+    num_prompts: int | None = None,
+    max_tokens: int = 256,
+    temperature: Annotated[tuple[float, ...], DECIMALS] = (0.0, 1.0),
+    out: Path = Path("docs/numbers"),
+) -> None:
+    """How much of what a drafter drafts is accepted: by position and kind of prompt, with and without loops.
+
+    Parameters
+    ----------
+    target:
+        The model that is drafted for: hub id, local folder or alias.
+    drafter:
+        What drafts: the folder, hub id or name of a drafter, or a method that needs none, such as ngram. NAME:K
+        says the number of drafts too.
+    prompts:
+        Sets of prompts: mt_bench, humaneval, gsm8k.
+    num_prompts:
+        Prompts of each set; left out, all 80.
+    max_tokens:
+        Tokens of each answer, at most.
+    temperature:
+        Temperatures to measure at, such as 0,1.
+    out:
+        Folder or file for the results.
+    """
+    at_least_one(prompts=len(prompts), num_prompts=num_prompts, max_tokens=max_tokens, temperature=len(temperature))
+    for value in temperature:
+        SamplingParams(temperature=value)
+    check_known("prompt set", prompts, prompt_sets.NAMES)
+    spec = speculation_from(values) or {}
+    config = EngineConfig.from_mapping(model=target, **values)  # before torch is imported
+    from draftloop.bench.acceptance import run_acceptance
+    from draftloop.bench.ask import drafter_settings
+
+    named = drafter_settings(drafter, method=spec.get("method")) if drafter else {}
+    if twice := [key for key in sorted(named.keys() & spec.keys()) if named[key] != spec[key]]:
+        raise ConfigError(f"--drafter {drafter} says {twice[0]} {named[twice[0]]!r}, another option {spec[twice[0]]!r}")
+    run_acceptance(
+        dataclasses.replace(config, speculative_config=SpeculativeConfig.from_mapping(named | spec or None)),
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_tokens=max_tokens,
+        temperatures=temperature,
+        out=out,
     )
 
 

@@ -29,18 +29,24 @@ _SPECULATION = Group.create_ordered("Speculation")
 _SAMPLING = Group.create_ordered("Sampling")
 
 
-def _numbers(type_: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
-    """`1,8,32` and `1 8 32` alike."""
-    texts = [text for token in tokens for text in token.value.split(",") if text]
-    try:
-        return tuple(map(int, texts))
-    except ValueError:
-        raise ValueError(f"{','.join(texts)!r} are not whole numbers, such as 1,8,32") from None
+def _list_of(kind: type, what: str) -> Parameter:
+    """An option that takes `1,8,32` and `1 8 32` alike."""
+
+    def convert(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
+        texts = [text for token in tokens for text in token.value.split(",") if text]
+        try:
+            return tuple(map(kind, texts))
+        except ValueError:
+            raise ValueError(f"{','.join(texts)!r} are not {what}") from None
+
+    return Parameter(converter=convert, consume_multiple=True, n_tokens=1, negative="")
 
 
 FLAG = Annotated[bool, Parameter(negative="", show_default=False)]
 PROMPT = Parameter(name=["--prompt", "-p"], negative="", show_default=False, allow_leading_hyphen=True)
-NUMBERS = Parameter(converter=_numbers, consume_multiple=True, n_tokens=1, negative="")
+NUMBERS = _list_of(int, "whole numbers, such as 1,8,32")
+DECIMALS = _list_of(float, "numbers, such as 0,1")
+NAMES = _list_of(str, "names")
 
 
 def _option(name: str, annotation: Any, default: Any, group: Group, help: str) -> inspect.Parameter:
@@ -66,6 +72,11 @@ def engine_options(**defaults: Any) -> list[inspect.Parameter]:
     return options
 
 
+def target_options(**defaults: Any) -> list[inspect.Parameter]:
+    """The engine's options but for the model, where a command calls that --target."""
+    return [option for option in engine_options(**defaults) if option.name != "model"]
+
+
 # Short form of each speculative_config key that most people need.
 _SHORT_FORMS = {
     "spec_method": "method",
@@ -75,7 +86,8 @@ _SHORT_FORMS = {
 }
 
 
-def speculation_options() -> list[inspect.Parameter]:
+def speculation_options(*, with_model: bool = True) -> list[inspect.Parameter]:
+    """Without --spec-model where a command has --drafter."""
     docs, types_ = field_docs(SpeculativeConfig), field_types(SpeculativeConfig)
     text = Parameter(name=["--speculative-config", "-sc"], group=_SPECULATION, accepts_keys=False)
     help = field_docs(EngineConfig)["speculative_config"]
@@ -83,6 +95,8 @@ def speculation_options() -> list[inspect.Parameter]:
     kind = inspect.Parameter.KEYWORD_ONLY
     options = [inspect.Parameter("speculative_config", kind, default=None, annotation=annotation)]
     for short, key in _SHORT_FORMS.items():
+        if not with_model and key == "model":
+            continue
         options.append(_option(short, types_[key], None, _SPECULATION, f"Short for its {key}. {docs[key]}"))
     return options
 
@@ -137,6 +151,13 @@ def speculation_from(values: dict[str, Any], default: dict[str, Any] | None = No
     if default and not {"method", "model"} & joined.keys():
         joined = default | joined
     return joined or None
+
+
+def at_least_one(**options: int | None) -> None:
+    """Raises ConfigError for the first option, by its name in Python, that is below 1; None is not given."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
 
 
 def default_speculation(values: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class EngineStats:
     def count_step(self, sequence: Sequence, *, num_drafted: int, num_accepted: int) -> None:
         """Count one verified row. `num_accepted` drafts were delivered."""
         if num_drafted == 0:
+            sequence.num_steps_without_drafts += 1
             self.num_steps_without_drafts += 1
             return
         sequence.acceptance_histogram[num_accepted] += 1
@@ -51,4 +52,5 @@ def speculation_stats(sequence: Sequence) -> SpeculationStats | None:
         num_draft_tokens=sequence.num_draft_tokens,
         num_accepted_draft_tokens=sum(count * steps for count, steps in enumerate(histogram)),
         acceptance_histogram=tuple(histogram),
+        num_steps_without_drafts=sequence.num_steps_without_drafts,
     )

@@ -47,6 +47,7 @@ class Sequence:
 
     acceptance_histogram: list[int] = field(default_factory=list)
     num_draft_tokens: int = 0
+    num_steps_without_drafts: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     first_token: float = 0.0
