@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draftloop.errors import ConfigError
 from draftloop.models.config import ModelConfig
 from draftloop.models.resolve import read_json
-from draftloop.models.tensors import open_tensors, store_in_8_bits
+from draftloop.models.tensors import open_tensors
 from draftloop.train.draft_model import DraftModel, DraftModelMethod, narrowed
+from draftloop.train.export import export
 from draftloop.train.method import Batch, Subject, method_class
 from draftloop.train.options import DraftModelOptions
 from heads import COUNT_VOCAB, counting_target
@@ -77,13 +76,8 @@ def pack(rows: list[list[list[int]]], *, model: str | None = None, num_prompt: i
     )
 
 
-def export(method: DraftModelMethod, module: DraftModel, folder: Path, *, bits: int = 16) -> str:
-    folder.mkdir()
-    config, tensors = method.config(), method.tensors(module.state_dict())
-    if bits == 8:
-        tensors, config["quantization_config"] = store_in_8_bits(tensors)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+def written(method: DraftModelMethod, module: DraftModel, folder: Path, *, store_bits: int | None = None) -> str:
+    export(folder, method, module.state_dict(), revision="", data={}, log=[], store_bits=store_bits)
     return str(folder)
 
 
@@ -98,7 +92,7 @@ def test_the_module_is_the_model_that_transformers_reads(tmp_path):
         parameter.add_(torch.randn_like(parameter) * 0.2)
     documents = [[3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 97, 93]]
     ours = logits(module, pack([documents]))
-    model = AutoModelForCausalLM.from_pretrained(export(method, module, tmp_path / "out"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(written(method, module, tmp_path / "out"), dtype=torch.float32)
     start = 0
     for tokens in documents:
         expected = model(torch.tensor([tokens])).logits[0]
@@ -155,28 +149,30 @@ def test_training_raises_acceptance_of_the_served_model(tmp_path):
     batch = pack([[prompt + answer] for prompt, answer in zip(asked, told, strict=True)], model=target)
     method, module = make(target)
 
-    def served(name: str, bits: int) -> float:
-        folder = export(method, module, tmp_path / name, bits=bits)
+    def served(name: str, store_bits: int | None = None) -> float:
+        folder = written(method, module, tmp_path / name, store_bits=store_bits)
         drafter = {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}
         llm = make_engine(target, speculative_config=drafter)
         llm.generate(prompts(12, vocab=COUNT_VOCAB, seed=7), greedy(24))
         return llm.get_metrics()["mean_acceptance_length"]
 
-    before = served("before", 16)
+    before = served("before")
     optimiser = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for _ in range(60):
         losses = module(batch, 0.0)
         optimiser.zero_grad()
         (losses.loss / losses.weight).backward()
         optimiser.step()
-    after = served("after", 16)
+    after = served("after")
     assert before < 1.5 < 2.5 < after, (before, after)
-    assert served("small", 8) == pytest.approx(after, abs=0.1)
+    assert served("small", store_bits=8) == pytest.approx(after, abs=0.1)
+    large, small = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("after", "small"))
+    assert small < 0.6 * large
 
 
 def test_an_earlier_export_goes_on_where_it_ended(tmp_path):
     method, module = make()
-    folder = Path(export(method, module, tmp_path / "out"))
+    folder = Path(written(method, module, tmp_path / "out"))
     _, other = make()
     with torch.no_grad():
         for parameter in other.parameters():

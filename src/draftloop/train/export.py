@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftloop.bench.stamp import stamp
 from draftloop.drafters.made_for import TARGET_KEY
+from draftloop.models.tensors import store_in_8_bits
 from draftloop.train.files import write_folder
 from draftloop.train.method import Method
 
@@ -25,14 +26,17 @@ def export(
     revision: str,
     data: Mapping[str, Any],
     log: Sequence[Mapping[str, Any]],
+    store_bits: int | None = None,
 ) -> None:
     """Write a drafter that the engine loads. Raises CapacityError where it cannot be written; nothing is left then.
 
     `weights`: the module's state; `revision`: fingerprint of the target; `data`: what it was trained on, for
-    the model card; `log`: as in `loop.Trainer`.
+    the model card; `log`: as in `loop.Trainer`; `store_bits` 8: matrices in 8 bits (see models/tensors.py).
     """
     config = {**method.config(), TARGET_KEY: {"name": method.subject.name, "fingerprint": revision}}
     tensors = {name: weight.contiguous() for name, weight in method.tensors(weights).items()}
+    if store_bits == 8:
+        tensors, config["quantization_config"] = store_in_8_bits(tensors)
     card = model_card(method, revision=revision, data=data, log=log)
 
     def write(part: Path) -> None:

@@ -78,6 +78,8 @@ class TrainOptions:
     """Steps between checkpoints: what a kill loses at most."""
     resume: bool = True
     """Go on from the last checkpoint in --out, if there is one."""
+    store_bits: int | None = None
+    """8: write the drafter's matrices in 8 bits, with a scale per row; left out, in the target's type."""
     init_from: str | None = None
     """Start with the weights of this drafter."""
     seed: int = 0
@@ -110,6 +112,7 @@ class TrainOptions:
         need("warmup", lambda value: 0 <= value < 1, "in [0, 1)")
         need("weight_decay", lambda value: value >= 0, "0 or above")
         need("record_tokens", lambda value: value >= 0, "0 or above")
+        need("store_bits", lambda value: value == 8, "8, or left out")
         need("seed", lambda value: 0 <= value < 2**32, "in [0, 2**32)")
         need("row_tokens", lambda value: value >= 16, "an integer >= 16")
         need("held_out_tokens", lambda value: value >= self.row_tokens, f"at least --row-tokens, {self.row_tokens}")

@@ -137,7 +137,7 @@ def _run(options: TrainOptions, method_options: Any, world: World) -> Path:
     if world.first:
         log = trainer.standing.log
         facts = {**data, "documents": len(chosen), "tokens": int(documents.lengths[chosen].sum())}
-        export(folder, method, weights, revision=revision, data=facts, log=log)
+        export(folder, method, weights, revision=revision, data=facts, log=log, store_bits=options.store_bits)
         plot(out / "training.png", log, title=f"{method.name} for {Path(options.target).name}")
         logger.info("the drafter is in %s", folder)
     return folder
