@@ -13,7 +13,7 @@ token, W draft vocabulary, K drafts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,8 @@ class Eagle3Module(nn.Module):
         self.lm_head: nn.Linear | None = None
         if options.train_lm_head:
             self.lm_head = linear(model.hidden_size, head.draft_vocab_size)
-            rows = subject.lm_head if draft_ids_W is None else subject.lm_head.cpu()[draft_ids_W]
-            self.lm_head.weight.data.copy_(rows)
+            rows = subject.lm_head.cpu()
+            self.lm_head.weight.data.copy_(rows if draft_ids_W is None else rows[draft_ids_W])
         wrap = torch.compile if subject.compile else lambda function: function
         layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer)
@@ -96,43 +96,62 @@ class Eagle3Module(nn.Module):
 
     def forward(self, batch: Batch, progress: float) -> Losses:
         """All steps of all chains; see `Losses` for what is returned."""
-        options, subject = self.options, self.subject
-        length, steps = batch.token_ids_BL.shape[1], options.ttt_steps
-        ids_W = self.draft_ids
-        target_head_WC = subject.lm_head if ids_W is None else subject.lm_head[ids_W]
-        head_WC = target_head_WC if self.lm_head is None else self.lm_head.weight
+        length, steps = batch.token_ids_BL.shape[1], self.options.ttt_steps
+        ids_W, head_WC = self.draft_ids, self.head()
         # padded, so that every step takes a part of the same size
-        teacher = F.pad(batch.hidden_BLC, (0, 0, 0, steps)) @ target_head_WC.T
-        ids_BL, position_BL = F.pad(batch.token_ids_BL, (0, steps + 1)), batch.position_BL
+        teacher = F.pad(batch.hidden_BLC, (0, 0, 0, steps)) @ self._target_rows().T
+        ids_BL = F.pad(batch.token_ids_BL, (0, steps + 1))
         known_BL = torch.ones_like(ids_BL, dtype=torch.bool)
         if ids_W is not None:
             known_BL = F.pad(self._drafted(batch.hidden_BLC, ids_W), (0, steps + 1))
-        attend = self._attention(batch.document_BL)
-        hidden_BLC = self.fuse(batch.aux_BLX)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        loss = weight = torch.zeros((), device=subject.device)
+        loss = weight = torch.zeros((), device=ids_BL.device)
         begins_BL = right_BL = batch.follows(2)
         accepted, counted = [], []
-        for step in range(steps):
-            shifted = slice(1 + step, 1 + step + length)
-            embedded_BLC = F.embedding(ids_BL[:, shifted], subject.embed_tokens)
-            residual, query, key, value = self._before(embedded_BLC, hidden_BLC, self.rotary, position_BL + step)
-            keys.append(key)
-            values.append(value)
-            hidden_BLC = self._after(attend(query, keys, values), residual)
+        for step, head_input_BLC in enumerate(self.passes(batch)):
+            # place p has seen the token at p + 1 + step, so that the target at that place is its teacher
+            seen = slice(1 + step, 1 + step + length)
             follows_BL = batch.follows(2 + step)
-            weight_BL = (follows_BL & known_BL[:, shifted]).float() * options.ttt_decay**step
+            weight_BL = (follows_BL & known_BL[:, seen]).float() * self.options.ttt_decay**step
             step_loss, found_BL = soft_cross_entropy(
-                self.norm(hidden_BLC), head_WC, teacher[:, shifted], weight_BL, compiled=subject.compile
+                head_input_BLC, head_WC, teacher[:, seen], weight_BL, compiled=self.subject.compile
             )
             loss, weight = loss + step_loss, weight + weight_BL.sum()
-            said_BL = F.pad(ids_BL, (0, 1))[:, 2 + step : 2 + step + length]
-            right_BL = right_BL & ((found_BL if ids_W is None else ids_W[found_BL]) == said_BL)
+            said_BL = ids_BL[:, 2 + step : 2 + step + length]
+            right_BL = right_BL & (self.target_ids(found_BL) == said_BL)
             counts_BL = follows_BL & begins_BL
             accepted.append((right_BL & counts_BL).sum())
             counted.append(counts_BL.sum())
         return Losses(loss, weight, torch.stack(accepted), torch.stack(counted))
+
+    def passes(self, batch: Batch) -> Iterator[Tensor]:
+        """What the output head reads after each step, [B, L, C]: at place p it predicts the token at p + 2 + step."""
+        length = batch.token_ids_BL.shape[1]
+        ids_BL = F.pad(batch.token_ids_BL, (0, self.options.ttt_steps))
+        attend = self._attention(batch.document_BL)
+        hidden_BLC = self.fuse(batch.aux_BLX)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(self.options.ttt_steps):
+            embedded_BLC = F.embedding(ids_BL[:, 1 + step : 1 + step + length], self.subject.embed_tokens)
+            position_BL = batch.position_BL + step
+            residual, query, key, value = self._before(embedded_BLC, hidden_BLC, self.rotary, position_BL)
+            keys.append(key)
+            values.append(value)
+            hidden_BLC = self._after(attend(query, keys, values), residual)
+            yield self.norm(hidden_BLC)
+
+    def head(self) -> Tensor:
+        """[W, C]"""
+        return self._target_rows() if self.lm_head is None else self.lm_head.weight
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """The target's ids of ids of the draft vocabulary."""
+        return draft_ids if self.draft_ids is None else self.draft_ids[draft_ids]
+
+    def _target_rows(self) -> Tensor:
+        """The target's output head over the draft vocabulary."""
+        lm_head = self.subject.lm_head
+        return lm_head if self.draft_ids is None else lm_head[self.draft_ids]
 
     def fuse(self, aux_BLX: Tensor) -> Tensor:
         """The target's states, in the place of a hidden state of the head's own: [B, L, X] -> [B, L, C]."""

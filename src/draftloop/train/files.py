@@ -46,6 +46,8 @@ def write_folder(path: Path, write: Callable[[Path], None], *, kept: str) -> Non
             os.replace(path, old)
         os.replace(part, path)
         shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
+        if not isinstance(error, OSError | SafetensorError):
+            raise
         raise CapacityError(f"{path} cannot be written: {error}; {kept}. Make room and run the same again") from error

@@ -191,8 +191,12 @@ class Trainer:
                     self._measure(progress)
                 if standing.step % options.checkpoint_every == 0:
                     self.save()
-        if not standing.log or standing.log[-1].get("progress") != 1.0:
-            self._measure(1.0)
+        last = standing.log[-1]
+        if last["progress"] != 1.0:
+            if "held_out" in last and last["step"] == standing.step:
+                last["progress"] = 1.0  # measured a moment ago
+            else:
+                self._measure(1.0)
             self.save()
 
     def save(self) -> None:
@@ -279,7 +283,7 @@ class Trainer:
             for rows in self.held_out:
                 for batch in self._parts(rows, 1):
                     totals.add(self._forward(batch, 1.0))
-        row = self._note(progress=progress if progress < 1 else 1.0, held_out=totals.read(self.world))
+        row = self._note(progress=round(progress, 6), held_out=totals.read(self.world))
         if self.world.first:
             logger.info(
                 "step %d: held-out acceptance length %.3f (%s)",
