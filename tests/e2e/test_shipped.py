@@ -1,0 +1,70 @@
+"""The drafters that come with the package: complete, light, as good as they were, and without effect on the text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from make_pin import HEAD, PIN, TARGET, measure
+
+from draftloop import LLM, SamplingParams
+from draftloop.bench.acceptance import measure_acceptance, shares_accepted
+from draftloop.bench.check_drafter import method_of
+from draftloop.bench.prompts import load_prompts
+from draftloop.drafters.made_for import TARGET_KEY
+from draftloop.models.resolve import SHIPPED, read_json, shipped
+
+MOST_BYTES = 28_000_000
+"""Of all together: they are in every clone and every wheel."""
+PROMISED = {
+    "smollm2-135m-eagle3": ("eagle3", 5, 2.6),
+    "smollm2-135m-dflash": ("dflash", 7, 2.4),
+    "smollm2-135m-draft": ("draft_model", 4, 2.2),
+}
+"""Name -> method, K, and mean acceptance length at temperature 0 over all of MT-bench."""
+SLACK = 0.75
+"""What a few prompts may fall short of all of them."""
+NUM_TOKENS = 32
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(name not in shipped(), reason=f"{name} is not shipped yet")
+
+
+EACH = pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in PROMISED])
+
+
+def test_nothing_else_is_shipped_and_all_of_it_is_light():
+    assert set(shipped()) <= PROMISED.keys()
+    assert sum(path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()) < MOST_BYTES
+
+
+@EACH
+def test_a_shipped_drafter_says_what_it_is(name):
+    folder = SHIPPED / name
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert method_of(name) == PROMISED[name][0]
+    assert read_json(folder / "config.json")[TARGET_KEY]["name"] == TARGET
+    assert "draftloop train" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+@EACH
+def test_a_shipped_drafter_keeps_its_promise_and_the_text(name):
+    method, num_drafts, length = PROMISED[name]
+    spec = {"method": method, "model": name, "num_speculative_tokens": num_drafts}
+    llm = LLM(TARGET, dtype="float32", device="cpu", max_num_seqs=4, max_model_len=512, speculative_config=spec)
+    asked = load_prompts("mt_bench")[:8:2]
+    answers = measure_acceptance(llm, {"mt_bench": asked}, max_tokens=NUM_TOKENS, temperature=0, show_progress=False)
+    assert 1 + sum(shares_accepted([answer.histogram for answer in answers])) >= SLACK * length
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    question = [{"role": "user", "content": asked[0].turns[0]}]
+    drafted, plain = (llm.chat(question, params, speculation=on)[0].outputs[0].token_ids for on in (True, False))
+    llm.close()
+    assert drafted == plain
+
+
+@needs(HEAD)
+def test_the_eagle3_head_is_accepted_as_often_as_ever():
+    pinned, found = json.loads(PIN.read_text(encoding="utf-8")), measure()
+    assert found["weights"] == pinned["weights"], "the head's weights changed: run tests/e2e/make_pin.py"
+    assert found["acceptance_length"] == pytest.approx(pinned["acceptance_length"], rel=0.01)
