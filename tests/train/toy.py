@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftloop.engine.llm import LLM
 from draftloop.train.options import TrainOptions
-from helpers import NO_EOS, _folder, greedy, make_engine
+from helpers import _folder, greedy, make_engine
 
 VOCAB, PHRASES, WORDS = 72, 24, 6
 
@@ -48,7 +48,7 @@ def toy_target() -> str:
         max_position_embeddings=192,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=NO_EOS,
+        eos_token_id=None,
         pad_token_id=None,
     )
     model, rng = LlamaForCausalLM(config), random.Random(1)

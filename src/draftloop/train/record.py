@@ -19,7 +19,7 @@ from draftloop.train.recording import Document, Recording, repetition_starts
 
 logger = logging.getLogger(__name__)
 
-SHARD_TOKENS = 1 << 20
+SHARD_TOKENS = 1 << 21
 """Generated tokens of a shard, about: what an interrupted recording loses at most."""
 ROUNDS = 6
 """A shard has at least this many requests for every row, so that few rows wait for the longest answers."""
