@@ -93,8 +93,7 @@ def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter,
         core.add(str(i), prompt, greedy(60))
     for _ in range(8):  # rows, pages and caches as in the middle of their work
         core.step()
-    while core._in_flight:
-        core._in_flight.popleft().wait()
+    core.close()
     generator = torch.Generator().manual_seed(0)
     before = {name: value.clone() for name, value in everything(llm).items()}
     seen = set()

@@ -55,7 +55,7 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
         "method": (spec.method or "draft_model") if spec else "none",
         "drafter": spec.model if spec else None,
         "k": spec.num_speculative_tokens if spec else 0,
-        "path": "iteration" if resolved.iteration_graph else "phases",
+        "path": "loop" if llm.engine.core.worker.loop else "iteration" if resolved.iteration_graph else "phases",
         "backend": config.attention_backend,
         "mode": resolved.graph_mode,
     }

@@ -13,6 +13,7 @@ from draftloop.config.speculative import SpeculativeConfig
 CudagraphMode = Literal["auto", "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
 PAGE_SIZES = (16, 32, 64)
+LOOPS = "'auto', 'off', or how many steps the device may repeat, an integer >= 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ class EngineConfig:
     """Make it an error where a step that allows graphs is not covered or runs eager."""
     iteration_graph: bool | None = None
     """Run a whole decoding step as one graph; left out, on for GPUs."""
+    device_loop: Literal["auto", "off"] | int = "auto"
+    """Decoding steps that the device may repeat with no host in between; auto: 64 on GPUs, none on a CPU."""
     attention_backend: str = "auto"
     """Attention implementation; auto takes the best one for the device."""
     async_scheduling: bool | None = None
@@ -85,6 +88,7 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             self._need(value is None or value >= 1, name, "an integer >= 1")
+        self._need(self.device_loop in ("auto", "off") or int(self.device_loop) >= 1, "device_loop", LOOPS)
         self._need(self.block_size in (None, *PAGE_SIZES), "block_size", "16, 32 or 64")
         self._need(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "in (0, 1]")
         sizes = self.cudagraph_capture_sizes

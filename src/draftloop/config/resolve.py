@@ -17,6 +17,7 @@ GraphModeName = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_A
 _EVERY_ROW_COUNT_UP_TO = 32
 _ROW_STEP = 8
 _SMALLEST_TOKEN_BUCKET = 16
+_LOOP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,8 @@ class Resolved:
     """Token counts of prefill batches to capture and to pad to, rising."""
     iteration_graph: bool
     """Verify, accept and draft are one graph."""
+    device_loop: int
+    """Decoding steps that the device may repeat by itself; 0: none."""
     pipeline_depth: int
     """Steps in flight: 2 plans the next while one runs, 1 waits for each."""
     require_graphs: bool
@@ -89,6 +92,7 @@ class _Resolver:
         max_prefill_rows = min(self.config.max_prefill_rows, self.config.max_num_seqs)
         budget = self.max_num_batched_tokens(device, max_model_len * max_prefill_rows)
         graph_mode = self.graph_mode(device)
+        iteration_graph = self.iteration_graph(device, graph_mode)
         return Resolved(
             device=device,
             dtype=self.dtype(device),
@@ -100,7 +104,8 @@ class _Resolver:
             graph_mode=graph_mode,
             row_buckets=self.row_buckets(device),
             token_buckets=token_ladder(budget),
-            iteration_graph=self.iteration_graph(device, graph_mode),
+            iteration_graph=iteration_graph,
+            device_loop=self.device_loop(device, graph_mode, iteration_graph),
             pipeline_depth=self.pipeline_depth(device),
             require_graphs=self.config.require_graphs,
             choices=tuple(self.choices),
@@ -198,7 +203,26 @@ class _Resolver:
             return asked
         if device == "cuda" and full and not self.facts.host_drafter:
             return self.choose("iteration_graph", True, "one launch for each decoding step")
+        if isinstance(self.config.device_loop, int) and full and not self.facts.host_drafter:
+            return self.choose("iteration_graph", True, "the device loop repeats it")
         return False
+
+    def device_loop(self, device: str, mode: GraphModeName, iteration_graph: bool) -> int:
+        asked = self.config.device_loop
+        if asked == "off":
+            return 0
+        if asked == "auto":
+            if device == "cuda" and iteration_graph:
+                return self.choose("device_loop", _LOOP, "the host commits steps while the GPU goes on by itself")
+            return 0
+        if not iteration_graph:
+            why = f"cudagraph_mode {mode!r} has no full graphs"
+            if self.facts.host_drafter:
+                why = "this drafter works on the host between steps"
+            elif self.config.iteration_graph is False:
+                why = "iteration_graph is off"
+            raise ConfigError(f"device_loop is {asked}, but {why}, and it repeats iteration graphs; leave one out")
+        return int(asked)
 
     def pipeline_depth(self, device: str) -> int:
         asked, host = self.config.async_scheduling, self.facts.host_drafter

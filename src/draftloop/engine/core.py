@@ -6,13 +6,16 @@ import time
 from collections import deque
 
 from draftloop.engine.detokenizer import Detokenizer
+from draftloop.engine.flight import Emitted, InFlight
 from draftloop.engine.observe import observed_block, observed_chunks
 from draftloop.engine.stats import EngineStats
-from draftloop.engine.worker import Emitted, InFlight, Worker
+from draftloop.engine.worker import Worker
 from draftloop.errors import RequestError
 from draftloop.request import SamplingParams
 from draftloop.scheduler.batch import Sequence, Stage, StepPlan
 from draftloop.scheduler.scheduler import Scheduler
+
+NOTHING = StepPlan(chunks=(), decodes=())
 
 
 class EngineCore:
@@ -74,6 +77,7 @@ class EngineCore:
             self._texts.pop(request_id)
             sequence.finish_reason = "abort"
             self.scheduler.abort(sequence)
+            self._interrupt()
 
     def text(self, request_id: str) -> str:
         """What a running request has said so far; it never ends in half a character."""
@@ -88,9 +92,9 @@ class EngineCore:
     def step(self) -> list[tuple[Sequence, str]]:
         """Launch the next step and commit the oldest one.
 
-        Returns the requests that got tokens, with their text so far.
+        Returns the requests that got tokens, with their text so far. Raises what went wrong on the device.
         """
-        plan = self.scheduler.plan()
+        plan = self._next_plan()
         now = time.perf_counter()
         for chunk in plan.chunks:
             if chunk.start == 0:
@@ -99,10 +103,37 @@ class EngineCore:
         if plan:
             self._in_flight.append(self.worker.launch(plan))
             self.scheduler.launched(plan)
-        if self._in_flight and (not plan or len(self._in_flight) >= self.pipeline_depth):
-            flight = self._in_flight.popleft()
-            return self._commit(flight.plan, flight.wait())
+        if self._in_flight and (not plan or self._in_flight[-1].repeats or len(self._in_flight) >= self.pipeline_depth):
+            return self._commit_oldest()
         return []
+
+    def _next_plan(self) -> StepPlan:
+        """What to launch now. Nothing while the device repeats decoding by itself; prompts end that."""
+        plan = self.scheduler.plan()
+        if self._in_flight and self._in_flight[-1].repeats:
+            if not plan.chunks:
+                return NOTHING
+            self._in_flight[-1].interrupt()
+        return plan if len(self._in_flight) < self.pipeline_depth else NOTHING
+
+    def _commit_oldest(self) -> list[tuple[Sequence, str]]:
+        flight = self._in_flight[0]
+        try:
+            emitted = flight.wait()
+        finally:
+            if flight.ended:
+                self._in_flight.popleft()
+        return self._commit(flight.plan, emitted)
+
+    def _interrupt(self) -> None:
+        """A request has ended that a loop in flight, if there is one, goes on with."""
+        for flight in self._in_flight:
+            flight.interrupt()
+
+    def close(self) -> None:
+        """End what is in flight and wait for it. Its tokens are dropped."""
+        while self._in_flight:
+            self._in_flight.popleft().drop()
 
     def _commit(self, plan: StepPlan, emitted: Emitted) -> list[tuple[Sequence, str]]:
         """Apply what a step emitted. Rows that ended while it was in flight are passed over."""
@@ -147,6 +178,7 @@ class EngineCore:
             self.scheduler.finish(sequence)
             self._sequences.pop(sequence.request_id)
             self._texts.pop(sequence.request_id)
+            self._interrupt()
         return sequence, text.text
 
     def _ends(self, sequence: Sequence, token: int, text: Detokenizer) -> bool:

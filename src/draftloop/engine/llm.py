@@ -200,7 +200,10 @@ class LLM:
     def close(self) -> None:
         """Give back memory, and finish what a drafter writes. A second time does nothing."""
         engine, self._engine = self._engine, None
-        if engine is not None and engine.drafter is not None:
+        if engine is None:
+            return
+        engine.core.close()
+        if engine.drafter is not None:
             engine.drafter.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftloop.drafters.base import Observed
-from draftloop.engine.worker import Emitted
+from draftloop.engine.flight import Emitted
 from draftloop.scheduler.batch import Sequence, Stage, StepPlan
 
 

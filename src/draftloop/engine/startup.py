@@ -19,6 +19,7 @@ from draftloop.config.resolve import Facts, Resolved, resolve
 from draftloop.drafters.base import Drafter, Target, drafter_class
 from draftloop.drafters.made_for import warn_of_other_target
 from draftloop.engine.core import EngineCore
+from draftloop.engine.device_loop import make_device_loop
 from draftloop.engine.iteration import iteration_phases
 from draftloop.engine.target import target_phases
 from draftloop.engine.worker import Worker
@@ -153,8 +154,8 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     )
     if drafter:
         phases += drafter.phases(state, pool.caches[1:])
-    if resolved.iteration_graph:
-        phases += iteration_phases(phases, drafter)
+    iterations = iteration_phases(phases, drafter) if resolved.iteration_graph else []
+    phases += iterations
     table = GraphTable(
         phases,
         Ladders(rows=resolved.row_buckets, tokens=resolved.token_buckets, prefill_rows=resolved.max_prefill_rows),
@@ -166,6 +167,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         require_graphs=resolved.require_graphs,
         poison_more=lambda: pool.poison(pages.newly_free()),
     )
+    loop = make_device_loop(table, iterations, state, resolved.device_loop)
     clock.lap("memory")
     _capture(table, show=show)
     clock.lap("capture")
@@ -180,7 +182,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             max_model_len=resolved.max_model_len,
             num_drafts=num_drafts,
         ),
-        Worker(table, state, drafter, seed=config.seed, overlaps=resolved.pipeline_depth > 1),
+        Worker(table, state, drafter, seed=config.seed, overlaps=resolved.pipeline_depth > 1, loop=loop),
         vocab_size=model_config.vocab_size,
         eos_ids=frozenset(eos_token_ids(source)),
         pipeline_depth=resolved.pipeline_depth,

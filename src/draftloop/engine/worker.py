@@ -3,85 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from draftloop.drafters.base import Drafter, HostRow, Rounds
+from draftloop.engine.device_loop import DeviceLoop
+from draftloop.engine.flight import InFlight, StepInFlight
 from draftloop.engine.iteration import iteration_name
-from draftloop.engine.target import OUTCOME_COUNTS, accept_name, verify_name
+from draftloop.engine.target import accept_name, verify_name
 from draftloop.graphs.table import GraphTable
-from draftloop.kvcache.rows import NO_DRAFT, NULL_PAGE, RowState
+from draftloop.kvcache.rows import MAX_STOP_IDS, NO_DRAFT, NO_STOP, NULL_PAGE, RowState
 from draftloop.sampling.sampler import SamplingKind, request_seed
 from draftloop.scheduler.batch import Chunk, Sequence, StepPlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Emitted:
-    """What one step emitted, on the host."""
-
-    first_tokens: list[int]
-    """One per chunk that completed its prompt, in order."""
-    tokens: list[list[int]]
-    """Per decoding row."""
-    num_accepted: list[int]
-    """Per decoding row: how many of its tokens are accepted drafts."""
-    num_drafted: list[int]
-    """Per decoding row: drafts that were verified."""
-    has_drafts: list[bool] | None
-    """Per engine row, whether something was drafted for the next step; None where nobody waits for it."""
-    prompt_hidden: Tensor | None = None
-    """[tokens of all chunks, layers * hidden size], for a drafter that observes."""
-    hidden: Tensor | None = None
-    """[decoding rows, tokens per row, layers * hidden size], likewise."""
-
-
-class InFlight:
-    """A step that has been launched; its results are on their way to the host."""
-
-    def __init__(self, plan: StepPlan, device: torch.device) -> None:
-        self.plan = plan
-        self._copies: dict[str, Tensor] = {}
-        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
-
-    def copy(self, name: str, value: Tensor) -> None:
-        """Start copying a result before the next step overwrites it."""
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=self._arrived is not None)
-        self._copies[name] = host.copy_(value, non_blocking=True)
-
-    def launched(self) -> None:
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def wait(self) -> Emitted:
-        """Block until the copies are complete."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        states = {name: self._copies.pop(name, None) for name in ("prompt_hidden", "hidden")}
-        lists = {name: value.tolist() for name, value in self._copies.items()}
-        ending = [i for i, chunk in enumerate(self.plan.chunks) if chunk.completes_prompt]
-        outcomes = lists.get("outcome", [])
-        first = len(OUTCOME_COUNTS)
-        return Emitted(
-            first_tokens=[lists["first_token"][i][0] for i in ending],
-            tokens=[outcome[first : first + outcome[0]] for outcome in outcomes],
-            num_accepted=[outcome[1] for outcome in outcomes],
-            num_drafted=[outcome[2] for outcome in outcomes],
-            has_drafts=lists.get("has_drafts"),
-            **states,
-        )
 
 
 class Worker:
     """The device side of the engine: one row state, one graph table."""
 
     def __init__(
-        self, table: GraphTable, state: RowState, drafter: Drafter | None, *, seed: int, overlaps: bool
+        self,
+        table: GraphTable,
+        state: RowState,
+        drafter: Drafter | None,
+        *,
+        seed: int,
+        overlaps: bool,
+        loop: DeviceLoop | None = None,
     ) -> None:
         """`overlaps`: the next step is launched before this one's results are known."""
-        self.table, self.state, self.drafter, self.seed, self.overlaps = table, state, drafter, seed, overlaps
+        self.table, self.state, self.drafter, self.loop = table, state, drafter, loop
+        self.seed, self.overlaps = seed, overlaps
         self.device = state.num_tokens_M.device
         self.num_drafts = drafter.num_drafts if drafter else 0
         self.observes = drafter is not None and drafter.observes
@@ -95,6 +48,7 @@ class Worker:
         pages[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
         state.tokens_ML[row, : prompt.shape[0]].copy_(self._stage(prompt), non_blocking=True)
         state.page_table_MN[row].copy_(self._stage(pages), non_blocking=True)
+        state.stop_ids_MS[row].copy_(self._stage(_stop_ids(sequence)), non_blocking=True)
         state.drafts_MK[row].fill_(NO_DRAFT)
         for column, value in (
             (state.num_tokens_M, sequence.num_prompt),
@@ -111,8 +65,14 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
-        """Run a step. Nothing here waits for the device."""
-        flight = InFlight(plan, self.device)
+        """Run a step, or a loop of steps. Nothing here waits for the device."""
+        self.table.recorder.order_after_loop()
+        kind = SamplingKind.of(sequence.params for sequence in plan.decodes)
+        whole = iteration_name(kind)
+        if self.loop and self._num_drafts(plan) == self.num_drafts and self.loop.covers(whole, plan):
+            self._write_rows([sequence.row for sequence in plan.decodes])
+            return self.loop.launch(whole, plan)
+        flight = StepInFlight(plan, self.device)
         if plan.chunks:
             self._run_prompts(plan.chunks, flight)
         if plan.decodes:
@@ -122,7 +82,7 @@ class Worker:
         flight.launched()
         return flight
 
-    def _run_prompts(self, chunks: Many[Chunk], flight: InFlight) -> None:
+    def _run_prompts(self, chunks: Many[Chunk], flight: StepInFlight) -> None:
         for chunk in chunks:
             if chunk.start == 0:
                 self.admit(chunk.sequence)
@@ -153,11 +113,10 @@ class Worker:
             for phase in self._rounds(kind).first:
                 run(phase, len(drafting))
 
-    def _run_decodes(self, sequences: Many[Sequence], flight: InFlight) -> None:
+    def _run_decodes(self, sequences: Many[Sequence], flight: StepInFlight) -> None:
         num_rows = len(sequences)
         kind = SamplingKind.of(sequence.params for sequence in sequences)
-        # where nothing was drafted for the whole batch, it costs what plain decoding costs
-        num_drafts = self.num_drafts if any(s.speculation and s.has_drafts for s in sequences) else 0
+        num_drafts = self._num_drafts(flight.plan)
         run = partial(self.table.run, rows_across_ranks=flight.plan.rows_across_ranks)
         self._write_rows([sequence.row for sequence in sequences])
         whole = iteration_name(kind)
@@ -178,6 +137,10 @@ class Worker:
             rounds = self._rounds(kind)
             for phase in rounds.next if num_drafts or rounds.plain is None else rounds.plain:
                 run(phase, num_rows)
+
+    def _num_drafts(self, plan: StepPlan) -> int:
+        """Drafts to verify. Where nothing was drafted for the whole batch, it costs what plain decoding costs."""
+        return self.num_drafts if any(s.speculation and s.has_drafts for s in plan.decodes) else 0
 
     @property
     def _drafts_on_host(self) -> bool:
@@ -204,3 +167,9 @@ class Worker:
 
     def _stage(self, value: Tensor) -> Tensor:
         return value.pin_memory() if self.device.type == "cuda" else value
+
+
+def _stop_ids(sequence: Sequence) -> Tensor:
+    """int32 [S]: ids that end the request, as many as the device keeps. The host looks for all of them anyway."""
+    ids = sorted(sequence.eos_ids | set(sequence.params.stop_token_ids))[:MAX_STOP_IDS]
+    return torch.tensor([*ids, *[NO_STOP] * (MAX_STOP_IDS - len(ids))], dtype=torch.int32)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from draftloop.errors import GraphError
+from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.program import Body, Call, Program, Recorder, in_place
+from draftloop.graphs.ring import Ring
 
 WARM_UP_THREADS = 8
 """Compiling a kernel is mostly C++ outside of Python's lock."""
@@ -22,8 +24,9 @@ WARM_UP_THREADS = 8
 class CudaProgram(Program):
     """Captured segments with calls between them; a full graph is a single segment."""
 
-    def __init__(self, recorder: CudaRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: CudaRecorder, *, keep_graphs: bool) -> None:
+        """`keep_graphs`: what was captured stays after it is made executable, as a part for other graphs."""
+        self._recorder, self.keep_graphs = recorder, keep_graphs
         self.steps: list[Call] = []
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -69,8 +72,8 @@ class CudaRecorder(Recorder):
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def record(self, body: Body, *, piecewise: bool) -> CudaProgram:
-        program = CudaProgram(self)
+    def record(self, body: Body, *, piecewise: bool, repeats: bool = False) -> CudaProgram:
+        program = CudaProgram(self, keep_graphs=repeats)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             self._begin(program)
@@ -84,11 +87,13 @@ class CudaRecorder(Recorder):
         return program
 
     def _begin(self, program: CudaProgram) -> None:
-        program.graphs.append(torch.cuda.CUDAGraph())
+        program.graphs.append(torch.cuda.CUDAGraph(keep_graph=program.keep_graphs))
         program.graphs[-1].capture_begin(pool=self.pool)
 
     def _end(self, program: CudaProgram) -> None:
         program.graphs[-1].capture_end()
+        if program.keep_graphs:
+            program.graphs[-1].instantiate()
         program.steps.append(program.graphs[-1].replay)
 
     def _break(self, program: CudaProgram, call: Call) -> None:
@@ -102,6 +107,18 @@ class CudaRecorder(Recorder):
     def _abandon(program: CudaProgram) -> None:
         with contextlib.suppress(RuntimeError):  # it may be invalid already; the first error is the one to show
             program.graphs[-1].capture_end()
+
+    def why_no_loops(self) -> str:
+        from draftloop.graphs.cuda_loop import why_not
+
+        return why_not(self.device)
+
+    def loop(self, program: Program, num_rows: int, watched: Watched, ring: Ring) -> Loop:
+        from draftloop.graphs.cuda_loop import CudaLoop
+
+        assert isinstance(program, CudaProgram)
+        (graph,) = program.graphs  # captured whole
+        return CudaLoop(program, graph.raw_cuda_graph(), num_rows, watched, ring)
 
     def time_ms(self, program: Program) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

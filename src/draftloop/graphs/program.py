@@ -5,6 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from draftloop.graphs.loop import Loop, Watched
+    from draftloop.graphs.ring import Ring
 
 Call = Callable[[], None]
 Attend = Callable[[Call], None]
@@ -31,8 +36,11 @@ class Recorder(ABC):
     """Record a size when it is first run: where recording is running, that costs nothing."""
 
     @abstractmethod
-    def record(self, body: Body, *, piecewise: bool) -> Program:
-        """Record `body`, which has been warmed up. Raises GraphError if it cannot be recorded."""
+    def record(self, body: Body, *, piecewise: bool, repeats: bool = False) -> Program:
+        """Record `body`, which has been warmed up. Raises GraphError if it cannot be recorded.
+
+        `repeats`: the program will be given to `loop`.
+        """
 
     def warm_up(self, bodies: Sequence[Body], done: Callable[[], None]) -> None:
         """Run each body once as it is, calling `done` after each, so that nothing is compiled while recording."""
@@ -44,6 +52,17 @@ class Recorder(ABC):
     @abstractmethod
     def owned_bytes(self) -> int:
         """Memory in use; differences tell what a recording added."""
+
+    def why_no_loops(self) -> str:
+        """Why programs cannot repeat on this device; empty where they can."""
+        return ""
+
+    @abstractmethod
+    def loop(self, program: Program, num_rows: int, watched: Watched, ring: Ring) -> Loop:
+        """Make a loop of a recorded program. Raises GraphError if it cannot repeat."""
+
+    def order_after_loop(self) -> None:
+        """Called before anything is launched while a loop may run: it must come after the loop's end."""
 
     def recording(self) -> AbstractContextManager[None]:
         """Surrounds the recording of many programs."""

@@ -29,11 +29,25 @@ class CoverageRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoopRow:
+    """One captured size that repeats on the device."""
+
+    phase: str
+    rows: int
+    ms_to_make: float | None
+    """None where it is made on first use."""
+    launches: int
+    iterations: int
+    """Counted as replays of the phase too."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GraphReport:
     """The coverage table: phase x size."""
 
     setting: str
     rows: tuple[CoverageRow, ...]
+    loops: tuple[LoopRow, ...] = ()
 
     @property
     def replays(self) -> dict[str, int]:
@@ -61,7 +75,8 @@ class GraphReport:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        return {"cudagraph_mode": self.setting, "phases": self.phases, "rows": [asdict(row) for row in self.rows]}
+        rows, loops = ([asdict(row) for row in part] for part in (self.rows, self.loops))
+        return {"cudagraph_mode": self.setting, "phases": self.phases, "rows": rows, "loops": loops}
 
     def format(self) -> str:
         """A table of one line per phase: captured row (or token) sizes, time of the smallest and largest."""
@@ -83,6 +98,12 @@ class GraphReport:
                 span = ms = mib = "-"
             mode = graphs[0].mode if graphs else "NONE"
             lines.append(f"{phase:<24}{mode:<11}{span:<34}{ms:>14}{mib:>8}  {why}")
+        for phase in dict.fromkeys(row.phase for row in self.loops):
+            mine = [row for row in self.loops if row.phase == phase]
+            times = [row.ms_to_make for row in mine if row.ms_to_make is not None]
+            made = f"{sum(times):.0f} to make" if times else "first use"
+            span = f"rows {_sizes([row.rows for row in mine])}"
+            lines.append(f"{phase:<24}{'loop':<11}{span:<34}{made:>14}")
         return "\n".join(line.rstrip() for line in lines)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +13,14 @@ from torch import Tensor
 from draftloop.config.env import Environment
 from draftloop.errors import GraphError
 from draftloop.graphs.buffers import Buffers
+from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Phase, settle_mode
 from draftloop.graphs.program import Attend, Body, Program, Recorder, in_place
-from draftloop.graphs.report import CoverageRow, GraphReport
+from draftloop.graphs.report import CoverageRow, GraphReport, LoopRow
+from draftloop.graphs.ring import Ring
+from draftloop.observability.log import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,18 @@ class _Entry:
     ms: float | None = None
     mib: float | None = None
     replays: int = 0
+    loop: Loop | None = None
+    loop_ms: float | None = None
+    """What making the loop took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loops:
+    """Phases whose graphs repeat on the device, and what every loop needs."""
+
+    phases: frozenset[str]
+    watched: Watched
+    ring: Ring
 
 
 @dataclass(kw_only=True)
@@ -82,6 +100,7 @@ class GraphTable:
         self._poison_more = poison_more
         self._states: dict[str, _PhaseState] = {}
         self._entries: dict[Key, _Entry] = {}
+        self._loops: _Loops | None = None
         for phase in phases:
             if phase.name in self._states:
                 raise ValueError(f"two phases are called {phase.name!r}")
@@ -170,14 +189,42 @@ class GraphTable:
                 self._pad_all(key)
                 before = self.recorder.owned_bytes()
                 program = self._record(key)
-                mib = (self.recorder.owned_bytes() - before) / 2**20
-                self._entries[key] = _Entry(program=program, mib=mib, ms=self.recorder.time_ms(program))
+                entry = self._keep(key, program)
+                entry.mib = (self.recorder.owned_bytes() - before) / 2**20
+                entry.ms = self.recorder.time_ms(program)
 
     def _record(self, key: Key) -> Program:
+        piecewise, repeats = key.mode is GraphMode.PIECEWISE, self._is_to_repeat(key)
         try:
-            return self.recorder.record(self._body(key), piecewise=key.mode is GraphMode.PIECEWISE)
+            return self.recorder.record(self._body(key), piecewise=piecewise, repeats=repeats)
         except GraphError as error:
             raise GraphError(f"phase {key.phase!r} at {key.rows} rows, {key.tokens} tokens: {error}") from error
+
+    def _keep(self, key: Key, program: Program) -> _Entry:
+        entry = self._entries[key]
+        entry.program = program
+        if self._loops is None or not self._is_to_repeat(key):
+            return entry
+        begin = time.perf_counter()
+        try:
+            entry.loop = self.recorder.loop(program, key.rows, self._loops.watched, self._loops.ring)
+            entry.loop_ms = (time.perf_counter() - begin) * 1e3
+        except GraphError as error:
+            logger.warning("no device loops: %s at %d rows cannot repeat: %s", key.phase, key.rows, error)
+            self._loops = None
+            for other in self._entries.values():
+                other.loop = None
+        return entry
+
+    def _is_to_repeat(self, key: Key) -> bool:
+        return self._loops is not None and key.phase in self._loops.phases
+
+    def repeat(self, phases: Collection[str], watched: Watched, ring: Ring) -> str:
+        """Make a loop of every graph of these phases when it is captured. Returns why there will be none, if so."""
+        why = self.recorder.why_no_loops()
+        if not why:
+            self._loops = _Loops(phases=frozenset(phases), watched=watched, ring=ring)
+        return why
 
     def _body(self, key: Key) -> Body:
         def body(attend: Attend) -> None:
@@ -249,31 +296,63 @@ class GraphTable:
             if slot not in phase.slots:
                 raise ValueError(f"{name} has no slot {slot!r}; it takes {sorted(phase.slots)}")
             self.buffers.write(slot, value)
-        self.buffers.require(phase, rows, live_tokens)
         agreed = max(rows, rows_across_ranks or 0)
         key = self.key_for(name, agreed, live_tokens)
-        if self.poison:
-            if self._poison_more:
-                self._poison_more()
-            self.buffers.poison_outputs(phase)
+        self._check_inputs(phase, rows, live_tokens)
         if key is None:
             self._run_eager(state, rows, live_tokens, agreed)
         else:
-            entry = self._entries.get(key)
-            if entry is None:
-                raise GraphError(
-                    f"{name} at {key.rows} rows, {key.tokens} tokens is dispatched, but was never captured"
-                )
-            self.buffers.pad(phase, (rows, live_tokens), (key.rows, key.tokens), poison=self.poison)
+            entry = self._stage(key, rows, live_tokens)
             if entry.program is None:
-                entry.program = self._record(key)  # which runs it
+                self._keep(key, self._record(key))  # recording runs it
             else:
-                if self.poison:
-                    entry.program.poison()
                 entry.program.replay()
             entry.replays += 1
         self.buffers.produced(phase, rows, live_tokens)
         return self.buffers.views(phase.outputs, rows, live_tokens)
+
+    def repeats(self, name: str, rows: int) -> bool:
+        """True if there is a loop of this phase for this many rows."""
+        key = self.key_for(name, rows) if name in self._states else None
+        return key is not None and self._entries[key].loop is not None
+
+    def launch_loop(self, name: str, rows: int) -> Loop:
+        """Run a phase for `rows` live rows again and again, until something stops it; see `Ring.begin`.
+
+        Returns at once. Until the loop has ended its outputs are nobody's to read.
+        Raises ValueError for slots that hold another number of entries.
+        """
+        phase, key = self._states[name].phase, self.key_for(name, rows)
+        tokens = rows * (phase.tokens_per_row or 1)
+        self._check_inputs(phase, rows, tokens)
+        assert key is not None, name
+        entry = self._stage(key, rows, tokens)
+        assert entry.loop is not None, name
+        entry.loop.launch()
+        entry.loop.launches += 1
+        self.buffers.produced(phase, rows, tokens)
+        return entry.loop
+
+    def _check_inputs(self, phase: Phase, rows: int, tokens: int) -> None:
+        """Refuse stale slots; in poison mode, poison what this run may not read."""
+        self.buffers.require(phase, rows, tokens)
+        if self.poison:
+            if self._poison_more:
+                self._poison_more()
+            self.buffers.poison_outputs(phase)
+
+    def _stage(self, key: Key, rows: int, tokens: int) -> _Entry:
+        """The graph of this size, with its padding in place."""
+        entry = self._entries.get(key)
+        if entry is None:
+            raise GraphError(
+                f"{key.phase} at {key.rows} rows, {key.tokens} tokens is dispatched, but was never captured"
+            )
+        phase = self._states[key.phase].phase
+        self.buffers.pad(phase, (rows, tokens), (key.rows, key.tokens), poison=self.poison)
+        if self.poison and entry.program is not None:
+            entry.program.poison()
+        return entry
 
     def _run_eager(self, state: _PhaseState, rows: int, tokens: int, agreed: int) -> None:
         phase = state.phase
@@ -313,7 +392,8 @@ class GraphTable:
                 CoverageRow(
                     phase=name, asked=asked, mode=key.mode.value, rows=key.rows, tokens=key.tokens, captured=True,
                     reason=state.reason,
-                    ms=entry.ms, mib=entry.mib, replays=entry.replays, eager_runs=0,
+                    ms=entry.ms, mib=entry.mib, replays=entry.replays + (entry.loop.iterations if entry.loop else 0),
+                    eager_runs=0,
                 )
                 for key, entry in captured
             ]  # fmt: skip
@@ -327,12 +407,23 @@ class GraphTable:
                         eager_runs=sum(state.eager_runs.values()),
                     )
                 )  # fmt: skip
-        return GraphReport(setting=self.setting.value, rows=tuple(rows))
+        loops = tuple(
+            LoopRow(
+                phase=key.phase, rows=key.rows, ms_to_make=entry.loop_ms,
+                launches=entry.loop.launches if entry.loop else 0,
+                iterations=entry.loop.iterations if entry.loop else 0,
+            )
+            for key, entry in sorted(self._entries.items())
+            if self._is_to_repeat(key)
+        )  # fmt: skip
+        return GraphReport(setting=self.setting.value, rows=tuple(rows), loops=loops)
 
     def reset_counts(self) -> None:
         """Start counting replays and eager runs anew."""
         for entry in self._entries.values():
             entry.replays = 0
+            if entry.loop is not None:
+                entry.loop.launches = entry.loop.iterations = 0
         for state in self._states.values():
             state.eager_runs.clear()
 

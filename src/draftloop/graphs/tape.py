@@ -8,6 +8,7 @@ dispatch and staleness therefore fail on a laptop the way they would on a GPU.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 
 from draftloop.errors import GraphError
+from draftloop.graphs.loop import TapeLoop, Watched
 from draftloop.graphs.program import Body, Call, Program, Recorder, in_place
+from draftloop.graphs.ring import Ring
 from draftloop.kernels.opaque import BODIES
 
 aten = torch.ops.aten
@@ -237,13 +240,22 @@ class TapeRecorder(Recorder):
 
     def __init__(self, *, on_first_use: bool = False) -> None:
         self.on_first_use = on_first_use
+        self._device: ThreadPoolExecutor | None = None  # runs loops; made with the first one
 
-    def record(self, body: Body, *, piecewise: bool) -> Tape:
+    def record(self, body: Body, *, piecewise: bool, repeats: bool = False) -> Tape:
         tape = Tape(static=piecewise)
         with torch.inference_mode(), _NoHostReads(), tape:
             body(tape.call_between if piecewise else in_place)
         tape.finish()
         return tape
+
+    def loop(self, program: Program, num_rows: int, watched: Watched, ring: Ring) -> TapeLoop:
+        self._device = self._device or ThreadPoolExecutor(max_workers=1, thread_name_prefix="device-loop")
+        return TapeLoop(program, num_rows, watched, ring, thread=self._device)
+
+    def order_after_loop(self) -> None:
+        if self._device is not None:
+            self._device.submit(lambda: None).result()
 
     def time_ms(self, program: Program) -> float:
         start = time.perf_counter()

@@ -4,7 +4,7 @@ Phases are given row numbers and find everything else here, so the host can laun
 iteration without knowing how many tokens the last one accepted.
 
 Shape suffixes: M rows of the engine, plus one; L longest sequence, plus the draft overhang;
-K draft length; N pages per row; V vocabulary.
+K draft length; N pages per row; S stop ids; V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ NULL_PAGE = 0
 """The page that belongs to nobody: padding writes there, and unassigned table entries point to it."""
 
 
+NO_STOP = -1
+"""Fills up a row's stop ids; it is no token."""
+
+MAX_STOP_IDS = 8
+"""Stop ids of a row that the device knows. The host knows all of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowState:
     """Everything the device knows of each row.
@@ -35,6 +42,8 @@ class RowState:
     """int32: how many of them are valid."""
     max_tokens_M: Tensor
     """int32: the row's length limit; acceptance stops there."""
+    stop_ids_MS: Tensor
+    """int32: tokens after which a device loop hands the row back to the host."""
     drafts_MK: Tensor
     """int32: drafts to verify next, NO_DRAFT where there is none."""
     num_drafted_M: Tensor
@@ -82,6 +91,7 @@ class RowState:
             tokens_ML=full(rows, length),
             num_tokens_M=full(rows, value=1),
             max_tokens_M=full(rows, value=1),
+            stop_ids_MS=full(rows, MAX_STOP_IDS, value=NO_STOP),
             drafts_MK=full(rows, num_drafts, value=NO_DRAFT),
             num_drafted_M=full(rows),
             draft_limit_M=full(rows),

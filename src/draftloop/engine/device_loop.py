@@ -1,0 +1,61 @@
+"""Decoding steps that the device repeats by itself: which ones, and what ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draftloop.engine.flight import LoopInFlight
+from draftloop.engine.target import OUTCOME_COUNTS
+from draftloop.graphs.loop import Watched
+from draftloop.graphs.phase import Phase
+from draftloop.graphs.ring import RING_SLOTS, Ring
+from draftloop.graphs.table import GraphTable
+from draftloop.kvcache.rows import RowState
+from draftloop.observability.log import get_logger
+from draftloop.scheduler.batch import StepPlan
+
+logger = get_logger(__name__)
+
+
+class DeviceLoop:
+    """Loops over the iteration graphs of a table, all with one ring."""
+
+    def __init__(self, table: GraphTable, ring: Ring, max_iterations: int) -> None:
+        self.table, self.ring, self.max_iterations = table, ring, max_iterations
+
+    def covers(self, iteration: str, plan: StepPlan) -> bool:
+        """True for a plan that needs no host before one of its rows ends: all of it decodes, on this rank alone."""
+        alone = plan.rows_across_ranks is None
+        return alone and not plan.chunks and self.table.repeats(iteration, len(plan.decodes))
+
+    def launch(self, iteration: str, plan: StepPlan) -> LoopInFlight:
+        for sequence in plan.decodes:
+            sequence.has_drafts = True  # for all that the host will know when the loop ends
+        self.ring.begin(self.max_iterations)
+        return LoopInFlight(plan, self.table.launch_loop(iteration, len(plan.decodes)))
+
+
+def make_device_loop(
+    table: GraphTable, iterations: Sequence[Phase], state: RowState, max_iterations: int, *, num_slots: int = RING_SLOTS
+) -> DeviceLoop | None:
+    """Before the table is captured, make it repeat these phases. None, and one line in the log, where it cannot."""
+    if not max_iterations:
+        return None
+    why = "this drafter's steps cannot be captured whole"
+    if iterations:
+        outcome_RW = table.buffers["outcome"]
+        ring = Ring(*outcome_RW.shape, device=outcome_RW.device, num_slots=num_slots)
+        watched = Watched(
+            rows_R=table.buffers["rows"],
+            outcome_RW=outcome_RW,
+            first_token=len(OUTCOME_COUNTS),
+            num_tokens_M=state.num_tokens_M,
+            max_tokens_M=state.max_tokens_M,
+            stop_ids_MS=state.stop_ids_MS,
+            padding_row=state.padding_row,
+        )
+        why = table.repeat([phase.name for phase in iterations], watched, ring)
+        if not why:
+            return DeviceLoop(table, ring, max_iterations)
+    logger.warning("no device loop, each decoding step is launched by the host: %s", why)
+    return None

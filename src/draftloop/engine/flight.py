@@ -1,0 +1,128 @@
+"""What has been launched, and what comes back of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from draftloop.engine.target import OUTCOME_COUNTS
+from draftloop.graphs.loop import Loop
+from draftloop.graphs.ring import Stop
+from draftloop.scheduler.batch import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emitted:
+    """What one step emitted, on the host."""
+
+    first_tokens: list[int]
+    """One per chunk that completed its prompt, in order."""
+    tokens: list[list[int]]
+    """Per decoding row."""
+    num_accepted: list[int]
+    """Per decoding row: how many of its tokens are accepted drafts."""
+    num_drafted: list[int]
+    """Per decoding row: drafts that were verified."""
+    has_drafts: list[bool] | None
+    """Per engine row, whether something was drafted for the next step; None where nobody waits for it."""
+    prompt_hidden: Tensor | None = None
+    """[tokens of all chunks, layers * hidden size], for a drafter that observes."""
+    hidden: Tensor | None = None
+    """[decoding rows, tokens per row, layers * hidden size], likewise."""
+
+
+class InFlight(ABC):
+    """Something that has been launched; its results are on their way to the host."""
+
+    repeats: ClassVar[bool] = False
+    """It makes step after step by itself until something ends it."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.ended = False
+        """Nothing more will come of it."""
+
+    @abstractmethod
+    def wait(self) -> Emitted:
+        """Block until the results of its next step are here. Raises what went wrong on the device."""
+
+    def interrupt(self) -> None:
+        """End it after the step that it is in, if it repeats."""
+
+    def drop(self) -> None:
+        """End it, and wait until the device has; nobody wants its results."""
+        self.interrupt()
+        while not self.ended:
+            self.wait()
+
+
+class StepInFlight(InFlight):
+    """One step, prompts and decoding rows. Results are copied before the next step overwrites them."""
+
+    def __init__(self, plan: StepPlan, device: torch.device) -> None:
+        super().__init__(plan)
+        self._copies: dict[str, Tensor] = {}
+        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
+
+    def copy(self, name: str, value: Tensor) -> None:
+        """Start copying a result."""
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=self._arrived is not None)
+        self._copies[name] = host.copy_(value, non_blocking=True)
+
+    def launched(self) -> None:
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> Emitted:
+        self.ended = True
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        prompt_hidden, hidden = (self._copies.pop(name, None) for name in ("prompt_hidden", "hidden"))
+        lists = {name: value.tolist() for name, value in self._copies.items()}
+        ending = [i for i, chunk in enumerate(self.plan.chunks) if chunk.completes_prompt]
+        return _emitted(
+            lists.get("outcome", []),
+            first_tokens=[lists["first_token"][i][0] for i in ending],
+            has_drafts=lists.get("has_drafts"),
+            prompt_hidden=prompt_hidden,
+            hidden=hidden,
+        )
+
+
+class LoopInFlight(InFlight):
+    """Decoding steps that the device repeats; each is in the ring as soon as it is done."""
+
+    repeats = True
+
+    def __init__(self, plan: StepPlan, loop: Loop) -> None:
+        super().__init__(plan)
+        self._loop = loop
+
+    def wait(self) -> Emitted:
+        try:
+            stop, outcome_RW = self._loop.ring.take(self._loop.failure)
+        except Exception:
+            self.ended = True
+            raise
+        self._loop.iterations += 1
+        self.ended = stop is not Stop.NONE
+        return _emitted(outcome_RW[: len(self.plan.decodes)].tolist(), first_tokens=[], has_drafts=None)
+
+    def interrupt(self) -> None:
+        if not self.ended:
+            self._loop.ring.interrupt()
+
+
+def _emitted(outcomes: list[list[int]], **others: Any) -> Emitted:
+    """Take the buffer `outcome` apart."""
+    first = len(OUTCOME_COUNTS)
+    return Emitted(
+        tokens=[outcome[first : first + outcome[0]] for outcome in outcomes],
+        num_accepted=[outcome[1] for outcome in outcomes],
+        num_drafted=[outcome[2] for outcome in outcomes],
+        **others,
+    )

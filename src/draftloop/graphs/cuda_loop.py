@@ -1,0 +1,197 @@
+"""A device loop on CUDA: a conditional WHILE node whose body is a captured graph and `next_iteration` of loop.cu.
+
+The kernel is compiled once for each kind of GPU, by NVRTC, and kept on disk. Neither nvcc nor the device
+runtime library is needed: the driver itself supplies `cudaGraphSetConditional` when it loads the kernel.
+Source: CUDA C++ Programming Guide, "Conditional Graph Nodes".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftloop.config.env import Environment
+from draftloop.errors import GraphError
+from draftloop.graphs.loop import Loop, Watched, ended_early
+from draftloop.graphs.program import Program
+from draftloop.graphs.ring import Ring, Stop, Word
+
+SOURCE = Path(__file__).with_name("loop.cu")
+KERNEL = b"next_iteration"
+THREADS = 256
+FIRST_DRIVER = 12040
+"""CUDA 12.4, the first with conditional nodes in this form."""
+
+
+class CudaLoop(Loop):
+    """`program` must have kept its graph, which becomes a child of the loop's body: nothing is captured again."""
+
+    def __init__(self, program: Program, raw_graph: int, num_rows: int, watched: Watched, ring: Ring) -> None:
+        """Raises GraphError where the graph cannot be repeated, with what the driver says."""
+        super().__init__(program, num_rows, watched, ring)
+        self._device = watched.rows_R.device
+        self._done = torch.cuda.Event()
+        self._exec = _instantiate(raw_graph, num_rows, watched, ring)
+        self._destroy = _driver().cuGraphExecDestroy  # at exit nothing can be imported any more
+
+    def launch(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        _ask("cuGraphLaunch", self._exec, stream.cuda_stream)
+        self._done.record(stream)
+
+    def failure(self) -> BaseException | None:
+        try:
+            return ended_early() if self._done.query() else None
+        except RuntimeError as error:  # whatever went wrong on the device
+            return error
+
+    def __del__(self) -> None:
+        if hasattr(self, "_destroy"):
+            self._destroy(self._exec)
+
+
+def why_not(device: torch.device) -> str:
+    """Why there are no device loops on this machine; empty where there are."""
+    try:
+        version = _ask("cuDriverGetVersion")
+        if version < FIRST_DRIVER:
+            return f"the driver speaks CUDA {_dotted(version)}; conditional graph nodes need {_dotted(FIRST_DRIVER)}"
+        torch.cuda.current_stream(device).synchronize()  # makes this device's context the current one
+        _kernel(device)
+    except ImportError as error:
+        return f"{error}; install cuda-bindings, which torch's CUDA builds bring along"
+    except Exception as error:  # a library that cannot be found says so in many ways
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return ""
+
+
+def compile_kernel(capability: tuple[int, int]) -> bytes:
+    """loop.cu as machine code. Needs NVRTC, but no GPU. Raises GraphError with the compiler's words."""
+    from cuda.bindings import nvrtc  # pyrefly: ignore[missing-import]
+
+    def check(result: tuple) -> Any:
+        if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise GraphError(f"NVRTC: {nvrtc.nvrtcGetErrorString(result[0])[1].decode()}")
+        return result[1] if len(result) > 1 else None
+
+    options = [b"--gpu-architecture=sm_%d%d" % capability, *_definitions()]
+    program = check(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], []))
+    try:
+        result = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+            check(nvrtc.nvrtcGetProgramLog(program, log))
+            raise GraphError(f"NVRTC cannot compile {SOURCE.name}: {log.decode().strip()}")
+        image = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+        check(nvrtc.nvrtcGetCUBIN(program, image))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return image
+
+
+def _definitions() -> list[bytes]:
+    """The numbers that both sides of the ring use, as options of a C compiler."""
+    return [
+        f"-D{kind}_{one.name}={one.value}".encode() for kind, all in (("WORD", Word), ("STOP", Stop)) for one in all
+    ]
+
+
+def _cached_kernel(capability: tuple[int, int], folder: Path) -> bytes:
+    """The same from disk, where an earlier start has left it. Processes may do this at the same time."""
+    parts = [SOURCE.read_bytes(), *_definitions(), repr((capability, _bindings_version())).encode()]
+    found = folder / f"loop-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.cubin"
+    if found.exists():
+        return found.read_bytes()
+    image = compile_kernel(capability)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as scratch:
+            scratch.write(image)
+        os.replace(scratch.name, found)
+    except OSError:
+        pass  # a cache that cannot be written costs a tenth of a second at the next start
+    return image
+
+
+@cache
+def _kernel(device: torch.device) -> Any:
+    folder = Environment.read().cache_root / "device_loop"
+    module = _ask("cuModuleLoadData", _cached_kernel(torch.cuda.get_device_capability(device), folder))
+    return _ask("cuModuleGetFunction", module, KERNEL)
+
+
+def _instantiate(raw_graph: int, num_rows: int, watched: Watched, ring: Ring) -> Any:
+    driver, context = _driver(), _ask("cuCtxGetCurrent")
+    graph = _ask("cuGraphCreate", 0)
+    try:
+        assign_default = driver.CU_GRAPH_COND_ASSIGN_DEFAULT  # 1 again at each launch
+        handle = _ask("cuGraphConditionalHandleCreate", graph, context, 1, assign_default)
+        params = driver.CUgraphNodeParams()
+        params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        params.conditional.handle = handle
+        params.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+        params.conditional.size = 1
+        params.conditional.ctx = context
+        edges = (
+            (None, None, 0) if int(_bindings_version().split(".")[0]) >= 13 else (None, 0)
+        )  # CUDA 13 may annotate them
+        _ask("cuGraphAddNode", graph, *edges, params)
+        body = params.conditional.phGraph_out[0]
+        child = _ask("cuGraphAddChildGraphNode", body, None, 0, driver.CUgraph(raw_graph))
+        kernel = driver.CUDA_KERNEL_NODE_PARAMS()
+        kernel.func = _kernel(watched.rows_R.device)
+        kernel.gridDimX = kernel.gridDimY = kernel.gridDimZ = 1
+        kernel.blockDimX, kernel.blockDimY, kernel.blockDimZ = THREADS, 1, 1
+        kernel.kernelParams = _arguments(int(handle), num_rows, watched, ring)
+        _ask("cuGraphAddKernelNode", body, [child], 1, kernel)
+        return _ask("cuGraphInstantiate", graph, 0)
+    finally:
+        driver.cuGraphDestroy(graph)
+
+
+def _arguments(handle: int, num_rows: int, watched: Watched, ring: Ring) -> tuple[tuple, tuple]:
+    """The kernel's arguments and their types, in order."""
+    state = (watched.num_tokens_M, watched.max_tokens_M, watched.stop_ids_MS)
+    shared = (ring.number, ring.words_W, ring.slots_NS, watched.rows_R, watched.outcome_RW, *state)
+    sizes = (num_rows, ring.width, watched.first_token, watched.stop_ids_MS.shape[1], watched.padding_row)
+    sizes = (*sizes, ring.num_slots, ring.slots_NS.shape[1])
+    types = (ctypes.c_uint64, *(ctypes.c_void_p for _ in shared), *(ctypes.c_int for _ in sizes))
+    return (handle, *map(_address, shared), *sizes), types
+
+
+def _address(tensor: Tensor) -> int:
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()  # pinned memory has one address on host and device
+
+
+def _ask(name: str, *args: Any) -> Any:
+    """Call the driver. Raises GraphError with its own name for what went wrong."""
+    status, *results = getattr(_driver(), name)(*args)
+    if status:
+        text = _driver().cuGetErrorName(status)[1]
+        raise GraphError(f"{name}: {text.decode() if text else status}")
+    return results[0] if results else None
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver  # pyrefly: ignore[missing-import]
+
+    return driver
+
+
+def _bindings_version() -> str:
+    from cuda.bindings import __version__  # pyrefly: ignore[missing-import]
+
+    return __version__
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
