@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.norm_concat import norm_concat_torch, norm_concat_triton
-from draftloop.kernels.rms_norm import add_rms_norm_torch, add_rms_norm_triton, rms_norm_torch, rms_norm_triton
+from draftloop.kernels.rms_norm import (
+    Store,
+    add_rms_norm_torch,
+    add_rms_norm_triton,
+    rms_norm_torch,
+    rms_norm_triton,
+)
 from draftloop.kernels.rope_write import rope_write, rope_write_torch, rope_write_triton
 from draftloop.kernels.silu_mul import silu_mul_torch, silu_mul_triton
 
@@ -48,6 +54,18 @@ def test_add_rms_norm(run: Callable[..., tuple[Tensor, Tensor]], device: torch.d
 
 
 @DTYPES
+@pytest.mark.parametrize("run", [add_rms_norm_torch, add_rms_norm_triton])
+@pytest.mark.parametrize("normed", [False, True])
+def test_add_rms_norm_writes_to_rows_of_a_memory_too(run, device: torch.device, dtype: torch.dtype, normed) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(*s, device=device).to(dtype) for s in ((3, 64), (3, 64), (64,)))
+    memory, rows = torch.zeros(6, 64, device=device, dtype=dtype), torch.tensor([4, 0, 3], device=device).int()
+    out = run(x, residual, weight, 1e-5, store=Store(memory, rows, normed=normed))
+    assert torch.equal(memory[rows], out[0 if normed else 1])
+    assert memory[[1, 2, 5]].eq(0).all()
+
+
+@DTYPES
 @pytest.mark.parametrize("run", [norm_concat_torch, norm_concat_triton])
 @pytest.mark.parametrize(("tokens", "size"), [(1, 576), (3, 100)])
 def test_norm_concat(
@@ -57,8 +75,17 @@ def test_norm_concat(
     wide = torch.randn(tokens, 2 * size, device=device).to(dtype)
     first, second = wide[:, size:], wide[:, :size] * 3
     weights = torch.randn(2, size, device=device).to(dtype)
-    expected = torch.cat([rms_norm_torch(x, w, 1e-5) for x, w in zip((first, second), weights, strict=True)], 1)
-    close(run(first, second, *weights, 1e-5), expected.float(), dtype)
+
+    def expected(*sides: Tensor) -> Tensor:
+        return torch.cat([rms_norm_torch(x, w, 1e-5) for x, w in zip(sides, weights, strict=True)], 1).float()
+
+    both, taken = run(first, second, *weights, 1e-5)
+    close(both, expected(first, second), dtype)
+    assert torch.equal(taken, second)
+    ids, rows = torch.tensor([0, tokens - 1, 0, 0], device=device), torch.tensor([tokens - 1, 0, 0, 0], device=device)
+    both, taken = run(first, second, *weights, 1e-5, first_T=ids, second_T=rows.int())
+    close(both, expected(first[ids], second[rows]), dtype)
+    assert torch.equal(taken, second[rows])
 
 
 @DTYPES

@@ -81,7 +81,8 @@ def test_norms(tokens: int, size: int, seed: int) -> None:
     close(rms_norm(x, weight, 1e-5), rms_norm_torch(x, weight, 1e-5))
     other = torch.randn(size)
     both = norm_concat(x, residual, weight, other, 1e-5)
-    close(both, norm_concat_torch(x, residual, weight, other, 1e-5))
+    for mine, theirs in zip(both, norm_concat_torch(x, residual, weight, other, 1e-5), strict=True):
+        close(mine, theirs)
     before = residual.clone()
     normed, total = add_rms_norm(x, residual, weight, 1e-5)
     expected_normed, expected_total = add_rms_norm_torch(x, residual, weight, 1e-5)

@@ -32,6 +32,7 @@ from draftloop.drafters.files import read_shapes
 from draftloop.drafters.locate import locate
 from draftloop.drafters.write import write_next
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
+from draftloop.kernels.rms_norm import Store
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
 from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
@@ -164,8 +165,7 @@ class _Eagle(Drafter):
             # the next prompt token, or the first token of the answer, which has been emitted by now
             ids_T = known(state.tokens_ML[row_T, batch.positions_T + 1])
             last_R = (query_starts[1:] - 1).clamp(min=0).long()
-            hidden_RC, _ = head(ids_T, head.fuse(aux_hidden), kv, batch, keep_R=last_R)
-            hidden_MC.index_copy_(0, rows.long(), hidden_RC)
+            head(ids_T, head.fuse(aux_hidden), kv, batch, keep_R=last_R, store=Store(hidden_MC, rows))
             return {}
 
         def first(launch: Launch, rows: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
@@ -187,8 +187,8 @@ class _Eagle(Drafter):
                 ahead=1,
                 num_ids=num_embedded,
             )
-            hidden_RC, head_input_RC = head(tokens.ids_T, head.fuse(aux_hidden), kv, batch, keep_R=tokens.last_R)
-            hidden_MC.index_copy_(0, rows.long(), hidden_RC)
+            store = Store(hidden_MC, rows)
+            head_input_RC = head(tokens.ids_T, head.fuse(aux_hidden), kv, batch, keep_R=tokens.last_R, store=store)
             return draft(rows, head_input_RC, sampled=sampled, first=True)
 
         def decode(launch: Launch, rows: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
@@ -196,8 +196,8 @@ class _Eagle(Drafter):
             batch, tokens = tail_batch(
                 state, rows, 1, page_size, launch, offset=-2, drafted=True, ahead=1, num_ids=num_embedded
             )
-            hidden_RC, head_input_RC = head(tokens.ids_T, hidden_MC[rows], kv, batch)
-            hidden_MC.index_copy_(0, rows.long(), hidden_RC)
+            store = Store(hidden_MC, rows)
+            head_input_RC = head(tokens.ids_T, hidden_MC, kv, batch, hidden_rows_T=rows, store=store)
             return draft(rows, head_input_RC, sampled=sampled, first=False)
 
         support = self.backend_class.graph_support(self.target.device.type)

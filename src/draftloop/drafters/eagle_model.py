@@ -16,9 +16,12 @@ from draftloop.drafters.eagle_config import EagleConfig
 from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
 from draftloop.kernels.norm_concat import norm_concat
-from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
+from draftloop.kernels.rms_norm import Store, add_rms_norm, rms_norm
 from draftloop.models.layers import Attention, GatedMLP, parameter
 from draftloop.models.rope import cos_sin_table
+
+Inputs = tuple[Tensor, Tensor]
+"""What a layer's attention reads, [T, C] or [T, 2C], and the residual stream, [T, C]."""
 
 
 class EagleLayer(torch.nn.Module):
@@ -38,43 +41,52 @@ class EagleLayer(torch.nn.Module):
         self.attention = Attention(model, layer, device=device, dtype=dtype, input_size=2 * width if wide else width)
         self.mlp = GatedMLP(model, device=device, dtype=dtype)
 
+    @property
+    def is_wide(self) -> bool:
+        return self.hidden_norm is not None
+
     def forward(
         self,
-        out: Tensor | None,
-        hidden_TC: Tensor,
-        embedded_TC: Tensor,
+        x_TC: Tensor,
+        residual_TC: Tensor,
         kv_2PSGD: Tensor,
         cos_sin_LD: Tensor,
         batch: AttentionBatch,
         backend: AttentionBackend,
         keep_R: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Take the stream `hidden_TC` and what is still to be added to it; give the same after this layer.
+        """Take what attention reads and the residual stream; give the stream and what is still to be added to it.
 
         With `keep_R` (int64) only those tokens go on after attention, whose keys and values all of them leave.
         """
-        x_TC, residual_TC = self._inputs(out, hidden_TC, embedded_TC)
         attended = self.attention(x_TC, kv_2PSGD, cos_sin_LD, batch, backend)
         if keep_R is not None:
             attended, residual_TC = attended.index_select(-2, keep_R), residual_TC.index_select(0, keep_R)
         x_TC, residual_TC = add_rms_norm(attended, residual_TC, self.post_norm, self.eps)
         return self.mlp(x_TC), residual_TC
 
-    def _inputs(self, out: Tensor | None, hidden_TC: Tensor, embedded_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, and the residual stream."""
-        if self.hidden_norm is None:
-            if self.input_norm is None:
-                assert out is None
-                return hidden_TC, hidden_TC
-            if out is None:
-                return rms_norm(hidden_TC, self.input_norm, self.eps), hidden_TC
-            return add_rms_norm(out, hidden_TC, self.input_norm, self.eps)
+    def first_inputs(self, ids_T: Tensor, table_VC: Tensor, hidden_XC: Tensor, rows_T: Tensor | None) -> Inputs:
+        """Of the first layer; token t goes with `hidden_XC[rows_T[t]]`, or with `hidden_XC[t]`."""
+        if self.is_wide:
+            assert self.input_norm is not None
+            assert self.hidden_norm is not None
+            wide_TC, hidden_TC = norm_concat(
+                table_VC, hidden_XC, self.input_norm, self.hidden_norm, self.eps, first_T=ids_T, second_T=rows_T
+            )
+            return self._wide(wide_TC, hidden_TC)
+        hidden_TC = hidden_XC  # the embedding is in it
+        return hidden_TC if self.input_norm is None else rms_norm(hidden_TC, self.input_norm, self.eps), hidden_TC
+
+    def next_inputs(self, out: Tensor, hidden_TC: Tensor, ids_T: Tensor, table_VC: Tensor) -> Inputs:
+        """Of a deeper layer, from the stream and what is still to be added to it."""
         assert self.input_norm is not None
-        if out is None:
-            wide_TC = norm_concat(embedded_TC, hidden_TC, self.input_norm, self.hidden_norm, self.eps)
-        else:  # a deeper layer: its input is still to be added up
-            normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, self.hidden_norm, self.eps)
-            wide_TC = torch.cat([rms_norm(embedded_TC, self.input_norm, self.eps), normed_TC], -1)
+        if self.hidden_norm is None:
+            return add_rms_norm(out, hidden_TC, self.input_norm, self.eps)
+        normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, self.hidden_norm, self.eps)
+        embedded_TC = F.embedding(ids_T, table_VC)
+        return self._wide(torch.cat([rms_norm(embedded_TC, self.input_norm, self.eps), normed_TC], -1), hidden_TC)
+
+    def _wide(self, wide_TC: Tensor, hidden_TC: Tensor) -> Inputs:
         return wide_TC, wide_TC[:, hidden_TC.shape[1] :] if self.norm_before_residual else hidden_TC
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
@@ -153,33 +165,38 @@ class EagleHead(torch.nn.Module):
 
     def forward(
         self,
-        token_ids_T: Tensor,
-        hidden_TC: Tensor,
+        ids_T: Tensor,
+        hidden_XC: Tensor,
         kv_L2PSGD: Tensor,
         batch: AttentionBatch,
         *,
+        hidden_rows_T: Tensor | None = None,
         keep_R: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        store: Store,
+    ) -> Tensor:
         """Run pairs (token at position p + 1, hidden state of position p), at position p.
 
-        Returns, [T, C] each, or [R, C] for the tokens `keep_R` alone: the hidden state that the next step
-        takes, and what the output head reads.
+        Token t goes with `hidden_XC[hidden_rows_T[t]]`, or with `hidden_XC[t]`. Returns [T, C], or [R, C] for
+        the tokens `keep_R` alone: what the output head reads. The hidden state that the next step takes is
+        written to the rows that `store` names; whether it is the normed one, the head decides.
         """
-        config = self.config
-        embedded_TC = F.embedding(token_ids_T, self.embed_tokens)
+        config, layers = self.config, self.eagle_layers
         if config.fuses_embedding:
-            hidden_TC = linear(torch.cat([embedded_TC, hidden_TC], -1), self.fc, self.fc_bias)
-        out = None
-        last = config.model.num_layers - 1
-        for index, (layer, kv_2PSGD) in enumerate(zip(self.eagle_layers, kv_L2PSGD.unbind(0), strict=True)):
-            keep = keep_R if index == last else None
-            out, hidden_TC = layer(out, hidden_TC, embedded_TC, kv_2PSGD, self.cos_sin_LD, batch, self.backend, keep)
+            hidden_TC = hidden_XC if hidden_rows_T is None else hidden_XC[hidden_rows_T]
+            both_TC = torch.cat([F.embedding(ids_T, self.embed_tokens), hidden_TC], -1)
+            hidden_XC, hidden_rows_T = linear(both_TC, self.fc, self.fc_bias), None
+        x_TC, hidden_TC = layers[0].first_inputs(ids_T, self.embed_tokens, hidden_XC, hidden_rows_T)
+        for index, (layer, kv_2PSGD) in enumerate(zip(layers, kv_L2PSGD.unbind(0), strict=True)):
+            last = index == len(layers) - 1
+            out, hidden_TC = layer(
+                x_TC, hidden_TC, kv_2PSGD, self.cos_sin_LD, batch, self.backend, keep_R if last else None
+            )
+            if not last:
+                x_TC, hidden_TC = layers[index + 1].next_inputs(out, hidden_TC, ids_T, self.embed_tokens)
         norm = self.unit if self.final_norm is None else self.final_norm
-        assert out is not None
-        normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, norm, config.model.rms_norm_eps)
-        if self.final_norm is None:
-            return hidden_TC, hidden_TC
-        return normed_TC if config.norm_output else hidden_TC, normed_TC
+        store = store._replace(normed=self.final_norm is not None and config.norm_output)
+        normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, norm, config.model.rms_norm_eps, store=store)
+        return hidden_TC if self.final_norm is None else normed_TC
 
     def head_input(self, hidden_RC: Tensor) -> Tensor:
         """What the output head reads, from the hidden state that a pass gave to the next step."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.kernels.native import ops as native
-from draftloop.kernels.triton_import import jit, pdl_options, tl
+from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 MAX_TOKENS = 32
 """Above this, cuBLAS."""
@@ -148,7 +148,7 @@ def _launch(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tensor,
         SPLITS=tiles.splits,
         BIAS=bias_N is not None,
         EVEN=num_columns % tiles.block_n == 0,
-        BLOCK_M=16 if num_tokens <= 16 else 32,
+        BLOCK_M=max(16, next_power_of_2(num_tokens)),
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftloop.kernels.triton_import import INTERPRETED, jit, next_power_of_2, tl
 
-MAX_SPLITS = 32
+MAX_SPLITS = 16
 CTAS_PER_SM = 2
 """How many programs an SM holds at once with the tiles below; also what hides the latency of loads."""
 
@@ -253,6 +253,8 @@ def choose_tiles(
     # ragged: every row, and the tokens past the last one, may end in a block that is not full
     num_blocks = num_rows * -(-query_len // block_q) if query_len else num_tokens // block_q + num_rows + 1
     room = num_sms * CTAS_PER_SM // max(1, num_blocks * num_kv_heads)
+    if query_len and room > 1:
+        block_n = min(block_n, 32)  # few programs: the sooner each has its first keys, the better
     num_splits = max(1, min(room, MAX_SPLITS, -(-max_keys // block_n)))
     return Tiles(
         block_m=block_m,

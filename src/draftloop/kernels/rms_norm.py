@@ -5,6 +5,8 @@ Shape suffixes: T tokens, H hidden size, X splits.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,16 +14,34 @@ from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
+class Store(NamedTuple):
+    """Where `add_rms_norm` also writes its result: token t to row `rows_T[t]`. Padding rows may collide."""
+
+    memory_MH: Tensor
+    rows_T: Tensor
+    """int32"""
+    normed: bool = False
+    """The norm rather than the sum."""
+
+
 def rms_norm_torch(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Reference of `rms_norm`."""
     return torch.rms_norm(x_TH, weight_H.shape, weight_H, eps)
 
 
-def add_rms_norm_torch(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_torch(
+    x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, *, store: Store | None = None
+) -> tuple[Tensor, Tensor]:
     """Reference of `add_rms_norm`."""
     x_TH = x.sum(0).to(residual_TH.dtype) if x.dim() == 3 else x
     residual_TH = residual_TH + x_TH
-    return torch.rms_norm(residual_TH, weight_H.shape, weight_H, eps), residual_TH
+    return _stored(torch.rms_norm(residual_TH, weight_H.shape, weight_H, eps), residual_TH, store)
+
+
+def _stored(normed_TH: Tensor, sum_TH: Tensor, store: Store | None) -> tuple[Tensor, Tensor]:
+    if store is not None:
+        store.memory_MH.index_copy_(0, store.rows_T.long(), normed_TH if store.normed else sum_TH)
+    return normed_TH, sum_TH
 
 
 @jit()
@@ -31,6 +51,8 @@ def _rms_norm_kernel(
     weight_ptr,
     normed_ptr,
     sum_ptr,
+    memory_ptr,
+    rows_ptr,
     x_stride,
     split_stride,
     residual_stride,
@@ -39,6 +61,8 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     SPLITS: tl.constexpr,
+    STORE_SUM: tl.constexpr,
+    STORE_NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One token. With ADD, the residual is added first and the sum stored too."""
@@ -54,6 +78,9 @@ def _rms_norm_kernel(
     residual = x
     if ADD:
         residual = tl.load(residual_ptr + token * residual_stride + h, mask=live, other=0.0).to(tl.float32)
+    row = token
+    if STORE_SUM or STORE_NORMED:
+        row = tl.load(rows_ptr + token).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if ADD:
@@ -61,13 +88,20 @@ def _rms_norm_kernel(
         x = x.to(sum_ptr.dtype.element_ty).to(tl.float32) + residual
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * SIZE + h, rounded, mask=live)
+        if STORE_SUM:
+            tl.store(memory_ptr + row * SIZE + h, rounded, mask=live)
         x = rounded.to(tl.float32)
     mean = tl.sum(x * x, 0) / SIZE
     normed = x * tl.rsqrt(mean + eps) * weight
-    tl.store(normed_ptr + token * SIZE + h, normed.to(normed_ptr.dtype.element_ty), mask=live)
+    rounded = normed.to(normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + token * SIZE + h, rounded, mask=live)
+    if STORE_NORMED:
+        tl.store(memory_ptr + row * SIZE + h, rounded, mask=live)
 
 
-def _launch(x: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _launch(
+    x: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float, store: Store | None = None
+) -> tuple[Tensor, Tensor]:
     x_XTH = x if x.dim() == 3 else x.unsqueeze(0)
     splits, num_tokens, size = x_XTH.shape
     assert x_XTH.stride(2) == 1
@@ -82,6 +116,8 @@ def _launch(x: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float)
             weight_H,
             normed_TH,
             sum_TH,
+            normed_TH if store is None else store.memory_MH,
+            normed_TH if store is None else store.rows_T,
             x_XTH.stride(1),
             x_XTH.stride(0),
             0 if residual_TH is None else residual_TH.stride(0),
@@ -90,6 +126,8 @@ def _launch(x: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float)
             BLOCK=block,
             ADD=residual_TH is not None,
             SPLITS=splits,
+            STORE_SUM=store is not None and not store.normed,
+            STORE_NORMED=store is not None and store.normed,
             num_warps=min(16, max(1, block // 512)),
             **pdl_options(x.device),
         )
@@ -101,9 +139,12 @@ def rms_norm_triton(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return _launch(x_TH, None, weight_H, eps)[0]
 
 
-def add_rms_norm_triton(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_triton(
+    x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, *, store: Store | None = None
+) -> tuple[Tensor, Tensor]:
     """Twin of `add_rms_norm_torch`."""
-    return _launch(x, residual_TH, weight_H, eps)
+    assert store is None or store.memory_MH.is_contiguous()
+    return _launch(x, residual_TH, weight_H, eps, store)
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -115,8 +156,10 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return rms_norm_torch(x_TH, weight_H, eps)
 
 
-def add_rms_norm(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(residual + x), residual + x)`. The inputs are left as they are.
+def add_rms_norm(
+    x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, *, store: Store | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(rms_norm(residual + x), residual + x)`. The inputs are left as they are; see `Store` for `store`.
 
     x is [T, H], or fp32 [X, T, H]: sums that a linear layer split along K left to be added up. That is
     done in order, in fp32, and rounded to the model's dtype.
@@ -124,7 +167,7 @@ def add_rms_norm(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -
     The sum is rounded to the model's dtype before it is normed, as the model was trained.
     """
     if x.is_cuda:
-        return add_rms_norm_triton(x, residual_TH, weight_H, eps)
+        return add_rms_norm_triton(x, residual_TH, weight_H, eps, store=store)
     if native.takes_serial(x, residual_TH, weight_H):
-        return native.add_rms_norm(x, residual_TH, weight_H, eps)
-    return add_rms_norm_torch(x, residual_TH, weight_H, eps)
+        return _stored(*native.add_rms_norm(x, residual_TH, weight_H, eps), store)
+    return add_rms_norm_torch(x, residual_TH, weight_H, eps, store=store)
