@@ -194,7 +194,50 @@ class DraftModelOptions:
         check(0 < self.teacher_temperature <= 10, self, "teacher_temperature", "in (0, 10]", _PREFIX)
 
 
-METHOD_OPTIONS: dict[str, type] = {"eagle3": Eagle3Options, "draft_model": DraftModelOptions}
+@dataclass(frozen=True, kw_only=True)
+class DFlashOptions:
+    """Of method dflash."""
+
+    num_layers: int = 1
+    """Decoder layers."""
+    block_size: int = 8
+    """Tokens of a block: one that is known, and masks that become drafts."""
+    anchors: int = 256
+    """Blocks per row in a step, at random places."""
+    gamma: float | None = None
+    """Draft j weighs exp(-(j - 1) / gamma); left out, 7/16 of the block."""
+    teacher_temperature: float = 1.0
+    """The target's logits are divided by it; below 1, the likeliest tokens count for more."""
+    mask_token_id: int | None = None
+    """Id that stands for a mask; left out, the first that the target never says. The mask's embedding is trained."""
+    draft_vocab_size: int | None = None
+    """Draft from this many most frequent ids of the recording; left out, from all."""
+    store_lm_head: bool = True
+    """Write the output head of a reduced vocabulary, which other engines need; without it, draftloop takes the
+    target's rows."""
+    aux_layer_ids: tuple[int, ...] | None = None
+    """Target layers whose inputs the drafter reads; left out, three, spread evenly."""
+    attention: Literal["auto", "flex", "dense"] = "auto"
+    """How training attends: flex_attention, or with all scores in memory; auto is flex on a GPU."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, _PREFIX)
+        check(self.num_layers >= 1, self, "num_layers", "an integer >= 1", _PREFIX)
+        check(2 <= self.block_size <= 33, self, "block_size", "in [2, 33]", _PREFIX)
+        check(self.anchors >= 1, self, "anchors", "an integer >= 1", _PREFIX)
+        check(self.gamma is None or self.gamma > 0, self, "gamma", "above 0", _PREFIX)
+        check(0 < self.teacher_temperature <= 10, self, "teacher_temperature", "in (0, 10]", _PREFIX)
+        mask, size, ids = self.mask_token_id, self.draft_vocab_size, self.aux_layer_ids
+        check(mask is None or mask >= 0, self, "mask_token_id", "an integer >= 0", _PREFIX)
+        check(size is None or size >= 1, self, "draft_vocab_size", "an integer >= 1", _PREFIX)
+        check(ids is None or len(ids) > 0, self, "aux_layer_ids", "a list of at least one layer", _PREFIX)
+
+
+METHOD_OPTIONS: dict[str, type] = {
+    "eagle3": Eagle3Options,
+    "draft_model": DraftModelOptions,
+    "dflash": DFlashOptions,
+}
 """Name of a training method -> the dataclass of its options. Options of one name mean the same in each."""
 
 
