@@ -186,13 +186,13 @@ class EagleHead(torch.nn.Module):
             both_TC = torch.cat([F.embedding(ids_T, self.embed_tokens), hidden_TC], -1)
             hidden_XC, hidden_rows_T = linear(both_TC, self.fc, self.fc_bias), None
         x_TC, hidden_TC = layers[0].first_inputs(ids_T, self.embed_tokens, hidden_XC, hidden_rows_T)
+        out = None
         for index, (layer, kv_2PSGD) in enumerate(zip(layers, kv_L2PSGD.unbind(0), strict=True)):
-            last = index == len(layers) - 1
-            out, hidden_TC = layer(
-                x_TC, hidden_TC, kv_2PSGD, self.cos_sin_LD, batch, self.backend, keep_R if last else None
-            )
-            if not last:
-                x_TC, hidden_TC = layers[index + 1].next_inputs(out, hidden_TC, ids_T, self.embed_tokens)
+            if out is not None:
+                x_TC, hidden_TC = layer.next_inputs(out, hidden_TC, ids_T, self.embed_tokens)
+            keep = keep_R if index == len(layers) - 1 else None
+            out, hidden_TC = layer(x_TC, hidden_TC, kv_2PSGD, self.cos_sin_LD, batch, self.backend, keep)
+        assert out is not None
         norm = self.unit if self.final_norm is None else self.final_norm
         store = store._replace(normed=self.final_norm is not None and config.norm_output)
         normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, norm, config.model.rms_norm_eps, store=store)

@@ -169,5 +169,6 @@ def add_rms_norm(
     if x.is_cuda:
         return add_rms_norm_triton(x, residual_TH, weight_H, eps, store=store)
     if native.takes_serial(x, residual_TH, weight_H):
-        return _stored(*native.add_rms_norm(x, residual_TH, weight_H, eps), store)
+        normed_TH, sum_TH = native.add_rms_norm(x, residual_TH, weight_H, eps)
+        return _stored(normed_TH, sum_TH, store)
     return add_rms_norm_torch(x, residual_TH, weight_H, eps, store=store)
