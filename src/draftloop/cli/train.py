@@ -27,14 +27,19 @@ def train_options() -> list[inspect.Parameter]:
 
 
 def _method_options() -> dict[str, tuple[list[str], Any, str]]:
-    """Options of the training methods by name: the methods that have it, its type and its docstring."""
+    """Options of the training methods by name: the methods that have it, its type, docstring and defaults."""
     found: dict[str, tuple[list[str], Any, str]] = {}
+    defaults: dict[str, dict[Any, list[str]]] = {}
     for method, cls in METHOD_OPTIONS.items():
         docs = field_docs(cls)
         for name, annotation in field_types(cls).items():
-            default = getattr(cls, name)
-            help = docs[name] if default in (None, "auto") else f"{docs[name]} Default: {default}."
-            found.setdefault(name, ([], annotation, help))[0].append(method)
+            found.setdefault(name, ([], annotation, docs[name]))[0].append(method)
+            if (default := getattr(cls, name)) not in (None, "auto"):
+                defaults.setdefault(name, {}).setdefault(default, []).append(method)
+    for name, by_value in defaults.items():
+        methods, annotation, help = found[name]
+        said = (f"{value} ({', '.join(of)})" if len(by_value) > 1 else str(value) for value, of in by_value.items())
+        found[name] = methods, annotation, f"{help} Default: {', '.join(said)}."
     return found
 
 

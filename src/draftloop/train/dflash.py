@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from draftloop.drafters.dflash_config import DFlashConfig, parse, spread_layers
+from draftloop.drafters.dflash_config import DFlashConfig, parse
 from draftloop.drafters.dflash_config import Method as DraftMethod
 from draftloop.drafters.dflash_files import MASK_EMBEDDING, read_mask_embedding
 from draftloop.drafters.eagle_files import target_ids
@@ -39,8 +39,6 @@ from draftloop.train.losses import soft_cross_entropy
 from draftloop.train.method import Batch, Losses, Method, Subject
 from draftloop.train.options import DFlashOptions
 from draftloop.train.vocabulary import frequent_ids, is_known, map_tensors
-
-NUM_AUX = 3
 
 
 class BlockLayer(nn.Module):
@@ -199,6 +197,8 @@ class BlockMethod(Method[DFlashOptions]):
 
     method: ClassVar[DraftMethod]
     architecture: ClassVar[str]
+    samples_from_anchor: ClassVar[bool]
+    """The anchor's own slot predicts the first draft."""
     module_class: ClassVar[type[DFlashModule]] = DFlashModule
 
     def __init__(self, options: DFlashOptions, subject: Subject) -> None:
@@ -214,7 +214,7 @@ class BlockMethod(Method[DFlashOptions]):
                 f"mask_token_id is {options.mask_token_id}, but {subject.name!r} has {target.vocab_size} ids; name "
                 "one that it does not say"
             )
-        layers = options.aux_layer_ids or tuple(layer + 1 for layer in spread_layers(target.num_layers, NUM_AUX))
+        layers = options.aux_layer_ids or (2, target.num_layers // 2, target.num_layers - 3)
         # a target of few layers has no three of them; its first and last states are always there
         if options.aux_layer_ids is None and (target.num_layers < 6 or len(set(layers)) < len(layers)):
             layers = tuple(sorted({0, target.num_layers // 2, target.num_layers}))
@@ -244,7 +244,7 @@ class BlockMethod(Method[DFlashOptions]):
             model=model,
             causal_layers=(False,) * options.num_layers,
             block_size=options.block_size,
-            samples_from_anchor=self.method == "dspark",
+            samples_from_anchor=self.samples_from_anchor,
             mask_token_id=None,  # masks have an embedding of their own
             target_hidden_size=target.hidden_size,
             draft_vocab_size=size or target.vocab_size,
@@ -345,3 +345,4 @@ class DFlashMethod(BlockMethod):
     name = "dflash"
     method = "dflash"
     architecture = "DFlashSpeculator"
+    samples_from_anchor = False

@@ -216,7 +216,7 @@ class DFlashOptions:
     """Write the output head of a reduced vocabulary, which other engines need; without it, draftloop takes the
     target's rows."""
     aux_layer_ids: tuple[int, ...] | None = None
-    """Target layers whose inputs the drafter reads; left out, three, spread evenly."""
+    """Target layers whose inputs the drafter reads; left out, 2, half of the layers, and all but 3."""
     attention: Literal["auto", "flex", "dense"] = "auto"
     """How training attends: flex_attention, or with all scores in memory; auto is flex on a GPU."""
 
