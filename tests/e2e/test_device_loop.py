@@ -143,9 +143,8 @@ def test_a_request_ends_at_its_own_end_and_its_neighbours_go_on(kind):
             params, expected = greedy(at + 1), whole[1][: at + 1]
         else:
             ids = (whole[1][at],)
-            if kind != "stop_ids":  # the smallest ones are kept; none of these is ever said
-                unsaid = [i for i in range(160) if i not in whole[1]]
-                ids = (*unsaid[: MAX_STOP_IDS + 2], whole[1][at]) if whole[1][at] > unsaid[MAX_STOP_IDS] else ids
+            if kind == "more_ids_than_the_device_keeps":
+                ids = (*[i for i in range(160) if i not in whole[1]][:MAX_STOP_IDS], *ids)
             params, expected = greedy(40, stop_token_ids=ids), whole[1][: whole[1].index(whole[1][at]) + 1]
         outputs = llm.generate(asked, [greedy(40), params, greedy(40), greedy(40)])
         assert answers(outputs) == [whole[0], expected, whole[2], whole[3]]

@@ -171,5 +171,5 @@ class Worker:
 
 def _stop_ids(sequence: Sequence) -> Tensor:
     """int32 [S]: ids that end the request, as many as the device keeps. The host looks for all of them anyway."""
-    ids = sorted(sequence.eos_ids | set(sequence.params.stop_token_ids))[:MAX_STOP_IDS]
+    ids = list(dict.fromkeys([*sequence.eos_ids, *sequence.params.stop_token_ids]))[:MAX_STOP_IDS]
     return torch.tensor([*ids, *[NO_STOP] * (MAX_STOP_IDS - len(ids))], dtype=torch.int32)

@@ -13,6 +13,7 @@ import os
 import tempfile
 from functools import cache
 from pathlib import Path
+from string import whitespace
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class CudaLoop(Loop):
         self._done = torch.cuda.Event()
         self._exec = _instantiate(raw_graph, num_rows, watched, ring)
         self._destroy = _driver().cuGraphExecDestroy  # at exit nothing can be imported any more
+        # else the first launch would have to
+        _ask("cuGraphUpload", self._exec, torch.cuda.current_stream(self._device).cuda_stream)
 
     def launch(self) -> None:
         stream = torch.cuda.current_stream(self._device)
@@ -54,8 +57,14 @@ class CudaLoop(Loop):
             return error
 
     def __del__(self) -> None:
-        if hasattr(self, "_destroy"):
-            self._destroy(self._exec)
+        if not hasattr(self, "_destroy"):
+            return
+        try:
+            self.ring.interrupt()
+            self._done.synchronize()  # it writes to the ring, which may go when it has ended
+        except RuntimeError:
+            pass  # the device is gone
+        self._destroy(self._exec)
 
 
 def why_not(device: torch.device) -> str:
@@ -89,7 +98,7 @@ def compile_kernel(capability: tuple[int, int]) -> bytes:
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
             check(nvrtc.nvrtcGetProgramLog(program, log))
-            raise GraphError(f"NVRTC cannot compile {SOURCE.name}: {log.decode().strip()}")
+            raise GraphError(f"NVRTC cannot compile {SOURCE.name}: {log.decode().strip(chr(0) + whitespace)}")
         image = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
         check(nvrtc.nvrtcGetCUBIN(program, image))
     finally:

@@ -1,0 +1,102 @@
+"""The loop's kernel decides as its twin in Python does. Compiled as C++ for one thread, so that no GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftloop.graphs.cuda_loop import SOURCE, _arguments, _cached_kernel, _definitions
+from draftloop.graphs.loop import Watched
+from draftloop.graphs.ring import Ring, Stop, Word
+
+ONE_THREAD = """
+#define __global__
+#define __device__
+#define __shared__ static
+static const struct { int x; } threadIdx = {0}, blockDim = {1};
+static void __syncthreads() {}
+static void __threadfence_system() {}
+extern "C" { unsigned int goes_on; void cudaGraphSetConditional(unsigned long long, unsigned int value) { goes_on = value; } }
+"""  # noqa: E501
+ENGINE_ROWS, NUM_SLOTS = 9, 5
+COUNTS, TOKENS = 3, 4
+
+
+@functools.cache
+def kernel() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "loop.cpp", Path(folder) / "loop.so"
+        source.write_text(ONE_THREAD + SOURCE.read_text())
+        options = [option.decode() for option in _definitions()]
+        subprocess.run(["c++", "-shared", "-fPIC", *options, str(source), "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
+
+
+def random_case(seed: int) -> tuple[Watched, Ring, int]:
+    """A batch in which some rows end and most do not, and a ring in the middle of its life."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int, below: int) -> Tensor:
+        return torch.randint(0, below, shape, generator=generator, dtype=torch.int32)
+
+    num_rows = rng.randint(1, ENGINE_ROWS - 1)
+    live = rng.randint(1, num_rows)
+    rows = rng.sample(range(ENGINE_ROWS - 1), live) + [ENGINE_ROWS - 1] * (num_rows - live)
+    outcome_RW = numbers(num_rows, COUNTS + TOKENS, below=40)
+    outcome_RW[:, 0] = numbers(num_rows, below=TOKENS + 1)
+    num_tokens_M = numbers(ENGINE_ROWS, below=100)
+    stop_ids_MS = torch.where(numbers(ENGINE_ROWS, 8, below=8) == 0, numbers(ENGINE_ROWS, 8, below=40), -1)
+    watched = Watched(
+        rows_R=torch.tensor(rows, dtype=torch.int32),
+        outcome_RW=outcome_RW,
+        first_token=COUNTS,
+        num_tokens_M=num_tokens_M,
+        max_tokens_M=num_tokens_M + numbers(ENGINE_ROWS, below=30),
+        stop_ids_MS=stop_ids_MS.int(),
+        padding_row=ENGINE_ROWS - 1,
+    )
+    ring = Ring(num_rows, COUNTS + TOKENS, device=torch.device("cpu"), num_slots=NUM_SLOTS)
+    published = rng.randint(0, 30)
+    ring.number.fill_(published)
+    ring.words_W[Word.PUBLISHED] = published
+    ring.words_W[Word.READ] = published - rng.randint(0, min(published, NUM_SLOTS - 1))
+    ring.words_W[Word.LAUNCH] = rng.randint(2, 4)
+    ring.words_W[Word.INTERRUPT] = rng.choice([0, 1, 2, 3])
+    ring.words_W[Word.LIMIT] = published + rng.choice([1, 2, 50])
+    return watched, ring, num_rows
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
+def test_it_publishes_and_decides_as_the_twin_does():
+    seen = set()
+    for seed in range(400):
+        watched, ring, num_rows = random_case(seed)
+        _, theirs, _ = random_case(seed)
+        values, types = _arguments(7, num_rows, watched, ring)
+        kernel().next_iteration(*(kind(value) for kind, value in zip(types, values, strict=True)))
+        stop = theirs.publish(watched.outcome_RW.numpy(), row_ended=watched.row_ended(num_rows))
+        assert torch.equal(ring.slots_NS, theirs.slots_NS), (seed, stop)
+        assert torch.equal(ring.words_W, theirs.words_W), (seed, stop)
+        assert int(ring.number) == theirs.published
+        assert ctypes.c_uint.in_dll(kernel(), "goes_on").value == (stop is Stop.NONE)
+        seen.add(stop)
+    assert seen == set(Stop)
+
+
+def test_it_compiles_and_the_result_is_kept(tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings comes with torch's CUDA builds")
+    image = _cached_kernel((9, 0), tmp_path)
+    assert image.startswith(b"\x7fELF")
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(b"kept")
+    assert _cached_kernel((9, 0), tmp_path) == b"kept"
