@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blocks import WINDOW, block_config, block_weights, mask_row, tiny_block, wide_block, wide_block_config
 from draftloop.attention.base import run_here
-from draftloop.attention.batches import uniform_batch
+from draftloop.attention.batches import tail_batch
 from draftloop.drafters.dflash_config import DFlashConfig
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import Launch, ModeSetting
@@ -108,7 +108,8 @@ def test_context_and_block_are_the_references_number_by_number(name):
                 torch.testing.assert_close(cached[layer, 0], keys, rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(cached[layer, 1], values, rtol=1e-4, atol=1e-4)
             rows = torch.tensor([sequence.row], dtype=torch.int32)
-            batch = uniform_batch(state, rows, torch.tensor([count]), 1 + K, llm.engine.pool.page_size, launch)
+            page_size, num_ids = llm.engine.pool.page_size, llm.engine.core.vocab_size
+            batch, _ = tail_batch(state, rows, 1 + K, page_size, launch, offset=-1, num_ids=num_ids)
             hidden = model(torch.tensor(tokens[-1:]), kv, batch)[0]
             torch.testing.assert_close(hidden, other.block(tokens[-1], aux, 1 + K), rtol=1e-4, atol=1e-4)
             seen.append(count)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftloop.attention.batches import uniform_batch
+from draftloop.attention.batches import tail_batch
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Launch, ModeSetting
@@ -185,7 +185,7 @@ def test_padding_rows_and_pages_of_nobody_stay_untouched(overlap):
                 assert torch.equal(vars(state)[name][padding], value), name
         rows = torch.tensor([padding], dtype=torch.int32)
         run = Launch(rows=1, tokens=1 + K, attend=lambda call: call())
-        batch = uniform_batch(state, rows, state.num_tokens_M[rows] - 1, 1 + K, 16, run)
+        batch, _ = tail_batch(state, rows, 1 + K, 16, run, offset=-1, num_ids=1)
         assert batch.kv_lens_R.tolist() == [0]
         assert batch.slots_T.max() < 16, "all in page 0"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftloop.attention.batches import ragged_batch, uniform_batch
+from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.graphs.phase import Launch
 from draftloop.kvcache.rows import NO_DRAFT, NULL_PAGE, RowState
 
@@ -58,18 +58,19 @@ def test_draft_distributions_are_kept_only_where_drafts_are_sampled(vocab):
         assert probs.shape == (4, 3, 7)
 
 
-def test_a_uniform_batch_reads_lengths_of_the_moment():
+def test_a_tail_batch_reads_lengths_of_the_moment():
     state = make_state()
     state.page_table_MN[0, :3] = ints(5, 6, 7)
     state.page_table_MN[2, :2] = ints(9, 4)
     rows = ints(2, 0, state.padding_row)
-    batch = uniform_batch(state, rows, ints(14, 30, 0), 4, PAGE, launch(3, 12))
+    state.num_tokens_M[2], state.num_tokens_M[0] = 15, 31
+    batch, _ = tail_batch(state, rows, 4, PAGE, launch(3, 12), offset=-1, num_ids=9)
     assert batch.kv_lens_R.tolist() == [18, 34, 0], "the padding row has no keys"
     assert batch.query_starts_R1.tolist() == [0, 4, 8, 12]
-    assert batch.positions_T.tolist() == [14, 15, 16, 17, 30, 31, 32, 33, 0, 1, 2, 3]
+    assert batch.positions_T.tolist() == [14, 15, 16, 17, 30, 31, 32, 33, 0, 0, 0, 0]
     page = lambda number, offset: number * PAGE + offset  # noqa: E731
     assert batch.slots_T.tolist() == [
-        page(9, 14), page(9, 15), page(4, 0), page(4, 1), page(6, 14), page(6, 15), page(7, 0), page(7, 1), 0, 1, 2, 3,
+        page(9, 14), page(9, 15), page(4, 0), page(4, 1), page(6, 14), page(6, 15), page(7, 0), page(7, 1), 0, 0, 0, 0,
     ]  # fmt: skip
     assert batch.uniform
     assert batch.max_query_len == 4

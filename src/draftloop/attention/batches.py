@@ -16,33 +16,6 @@ from draftloop.kernels.row_tokens import RowTokens, Sequences, row_tokens
 from draftloop.kvcache.rows import RowState
 
 
-def slots_of(state: RowState, rows_X: Tensor, positions_X: Tensor, page_size: int) -> Tensor:
-    """int64: where the cache keeps these positions of these rows. Unassigned positions lead to the null page."""
-    pages_X = state.page_table_MN[rows_X, positions_X // page_size]
-    return pages_X.long() * page_size + positions_X % page_size
-
-
-def uniform_batch(
-    state: RowState, rows_R: Tensor, first_R: Tensor, num_per_row: int, page_size: int, launch: Launch
-) -> AttentionBatch:
-    """Every row brings `num_per_row` tokens, at positions `first_R`, `first_R` + 1, ..."""
-    offsets_Q = torch.arange(num_per_row, device=rows_R.device)
-    positions_RQ = first_R.long()[:, None] + offsets_Q
-    return AttentionBatch(
-        rows_R=rows_R,
-        query_starts_R1=torch.arange(
-            0, (launch.rows + 1) * num_per_row, num_per_row, dtype=torch.int32, device=rows_R.device
-        ),
-        kv_lens_R=torch.where(rows_R == state.padding_row, 0, first_R + num_per_row).int(),
-        positions_T=positions_RQ.flatten(),
-        slots_T=slots_of(state, rows_R.long()[:, None], positions_RQ, page_size).flatten(),
-        page_table_MN=state.page_table_MN,
-        max_query_len=num_per_row,
-        uniform=True,
-        attend=launch.attend,
-    )
-
-
 def tail_batch(
     state: RowState,
     rows_R: Tensor,
@@ -102,12 +75,13 @@ def ragged_batch(
     row_T = torch.where(live_T, rows_R[entry_T], state.padding_row).long()
     position_T = kv_lens_R[entry_T] - query_starts_R1[entry_T + 1] + tokens_T
     position_T = torch.where(row_T == state.padding_row, 0, position_T).long()
+    page_T = state.page_table_MN[row_T, position_T // page_size].long()
     batch = AttentionBatch(
         rows_R=rows_R,
         query_starts_R1=query_starts_R1,
         kv_lens_R=kv_lens_R,
         positions_T=position_T,
-        slots_T=slots_of(state, row_T, position_T, page_size),
+        slots_T=page_T * page_size + position_T % page_size,
         page_table_MN=state.page_table_MN,
         max_query_len=launch.tokens,
         uniform=False,
