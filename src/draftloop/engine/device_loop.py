@@ -41,7 +41,7 @@ def make_device_loop(
     """Before the table is captured, make it repeat these phases. None, and one line in the log, where it cannot."""
     if not max_iterations:
         return None
-    why = "this drafter's steps cannot be captured whole"
+    why = "they cannot be captured whole"
     if iterations:
         outcome_RW = table.buffers["outcome"]
         ring = Ring(*outcome_RW.shape, device=outcome_RW.device, num_slots=num_slots)
@@ -57,5 +57,5 @@ def make_device_loop(
         why = table.repeat([phase.name for phase in iterations], watched, ring)
         if not why:
             return DeviceLoop(table, ring, max_iterations)
-    logger.warning("no device loop, each decoding step is launched by the host: %s", why)
+    logger.warning("no device loop, the host launches all decoding steps: %s", why)
     return None
