@@ -72,7 +72,7 @@ def toy_options(out: Any, **changes: Any) -> TrainOptions:
     defaults = {
         "target": toy_target(),
         "out": str(out),
-        "record_tokens": 12_000,
+        "record_tokens": 9_000,
         "answer_tokens": 60,
         "row_tokens": 64,
         "batch_tokens": 1024,

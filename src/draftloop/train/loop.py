@@ -187,17 +187,21 @@ class Trainer:
                         f"{row['tokens_per_s'] / 1e3:.0f}k tok/s"
                     )
                     totals, tokens, began = self._totals(), 0, time.perf_counter()
-                if standing.step % options.evaluate_every == 0:
+                measures, saves = (standing.step % n == 0 for n in (options.evaluate_every, options.checkpoint_every))
+                if measures:
                     self._measure(progress)
-                if standing.step % options.checkpoint_every == 0:
+                if saves:
                     self.save()
+                if measures or saves:
+                    tokens, began = 0, time.perf_counter()
         last = standing.log[-1]
-        if last["progress"] != 1.0:
-            if "held_out" in last and last["step"] == standing.step:
-                last["progress"] = 1.0  # measured a moment ago
-            else:
-                self._measure(1.0)
-            self.save()
+        if last["step"] == standing.step and "held_out" in last:
+            if last["progress"] == 1.0:
+                return  # an earlier run finished
+            last["progress"] = 1.0
+        else:
+            self._measure(1.0)
+        self.save()
 
     def save(self) -> None:
         """Write a checkpoint, and the log beside it."""

@@ -95,7 +95,7 @@ class _Recorder:
     def run(self, have: int) -> None:
         options, started = self.options, time.monotonic()
         # what an answer has turned out to hold decides how many a shard asks for
-        mean = options.answer_tokens / 2
+        mean = float(options.answer_tokens)
         least = min(ROUNDS * self.llm.engine.resolved.max_num_seqs, 1 << 15)
         with tqdm(total=options.record_tokens, initial=have, desc="Recording", unit="token", disable=None) as bar:
             while have < options.record_tokens:
