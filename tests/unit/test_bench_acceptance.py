@@ -143,7 +143,7 @@ def test_acceptance_writes_numbers_and_a_picture(tmp_path, capsys):
     }
     assert rows[0]["num_prompts"] == 4
     assert 1.2 < rows[0]["value"] < 4
-    assert "tokens per step" in capsys.readouterr().out
+    assert "Tokens per step" in capsys.readouterr().out
 
 
 def test_compare_takes_turns_and_agrees(tmp_path, capsys):

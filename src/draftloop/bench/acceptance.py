@@ -149,18 +149,18 @@ def _pairs(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dic
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(
-        "temperature", "prompts", "category", "tokens per step", "loop-free", "loop-free share", "accepted by position"
-    )
+    table = Table("T", "prompts", "all", "loop-free", title="Tokens per step", title_justify="left")
+    table.add_column("accepted by position", no_wrap=True)
     for row, free in _pairs(rows):
+        first = row["category"] == ALL
+        if first and table.row_count:
+            table.add_section()
         table.add_row(
-            f"{row['temperature']:g}",
-            row["prompts"],
-            row["category"],
-            *(f"{r['value']:.2f}" if r["value"] else "-" for r in (row, free)),
-            f"{row['loop_free_share']:.0%}",
+            f"{row['temperature']:g}" if first else "",
+            row["prompts"] if first else f"  {row['category']}",
+            f"{row['value']:.2f}" if row["value"] else "-",
+            f"{free['value']:.2f} ({row['loop_free_share']:.0%})" if free["value"] else "-",
             " ".join(f"{share:.2f}" for share in row["per_position"]),
-            end_section=row["category"] != ALL and row is rows[-2],
         )
     Console().print(table)
 
@@ -170,16 +170,19 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     if (plt := pyplot()) is None:
         return
     first = rows[0]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    sets = list(dict.fromkeys(row["prompts"] for row in rows))
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     for row, _ in _pairs(rows):
         if row["category"] == ALL:
             label = f"{row['prompts']}, temperature {row['temperature']:g}"
-            left.plot(range(1, first["k"] + 1), row["per_position"], "o-", label=label)
+            line = "o-" if row["temperature"] == temperatures[0] else "o--"
+            color = f"C{sets.index(row['prompts'])}"
+            left.plot(range(1, first["k"] + 1), row["per_position"], line, color=color, label=label)
     left.set(xlabel="draft", ylabel="share of steps that accept it", title="accepted by position", ylim=(0, 1))
     left.set_xticks(range(1, first["k"] + 1))
     left.legend(fontsize="small")
     names = list(dict.fromkeys(_kind(row) for row in rows))
-    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     width = 0.8 / (2 * len(temperatures))
     for column, temperature in enumerate(temperatures):
         mine = [(row, free) for row, free in _pairs(rows) if row["temperature"] == temperature]
@@ -188,8 +191,9 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             lengths = [pair[part]["value"] or 0 for pair in mine]
             right.bar(places, lengths, width, label=f"temperature {temperature:g}, {text}", alpha=1 - 0.4 * part)
     right.set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names, rotation=45, ha="right")
-    right.set(ylabel="tokens per step", title="mean acceptance length", ylim=(1, None))
-    right.legend(fontsize="small")
+    top = 1.3 * max(row["value"] or 0 for row in rows)  # room for the legend
+    right.set(ylabel="tokens per step", title="mean acceptance length", ylim=(1, top))
+    right.legend(fontsize="small", ncols=2, loc="upper right")
     figure.suptitle(f"{first['drafter'] or first['method']} on {first['model']}, K={first['k']}")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -152,12 +152,15 @@ def _tokens(contender: Contender) -> list[list[int]]:
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table("drafter", "tokens per step", "accepted by position", "tokens/s", "against none", "same tokens")
+    table = Table()
+    table.add_column("drafter", no_wrap=True)
+    for header in ("per step", "tokens/s", "against none", "same text", "accepted by position"):
+        table.add_column(header)
     for row in rows:
         same = {True: "yes", False: "no", None: "-"}[row["same_tokens"]]
         shares = " ".join(f"{share:.2f}" for share in row["per_position"])
         ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
-        table.add_row(row["name"], f"{row['acceptance_length']:.2f}", shares, f"{row['value']:.1f}", ratio, same)
+        table.add_row(row["name"], f"{row['acceptance_length']:.2f}", f"{row['value']:.1f}", ratio, same, shares)
     Console().print(table)
 
 
@@ -177,7 +180,8 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         bars, [f"{row['ratio']:.2f}x" if row["ratio"] else f"{row['value']:.0f}" for row in rows], padding=3
     )
     right.set(xlabel="tokens per second (median and spread of rounds)")
-    for axes, largest in ((left, max(row["acceptance_length"] for row in rows)), (right, max(speeds))):
+    for axes, key in ((left, "acceptance_length"), (right, "max")):
+        largest = max(row[key] for row in rows)
         axes.set_xlim(0, largest * 1.2)
     left.invert_yaxis()
     first = rows[0]
