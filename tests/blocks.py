@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftloop.drafters.dflash_config import DFlashConfig
 from draftloop.drafters.dflash_files import MASK_EMBEDDING
+from draftloop.drafters.dspark_config import DSparkConfig
 from draftloop.models.config import LayerType, ModelConfig, RopeConfig
 from heads import head_weights, write_head
 from helpers import HEADS, HIDDEN, KV_HEADS, MAX_LEN, VOCAB
@@ -64,7 +65,15 @@ def block_config(
         "layer_ids": (0, 1),
         "num_target_layers": 2,
     }
+    if method == "dspark":
+        base["heads"] = dspark_heads(vocab=vocab)
     return DFlashConfig(method=method, **{**base, **changes})  # type: ignore[arg-type]
+
+
+def dspark_heads(kind: str | None = "vanilla", *, vocab: int = VOCAB, **changes: Any) -> DSparkConfig:
+    """A Markov head of rank 12 and a confidence head that reads it."""
+    base = {"markov_kind": kind, "markov_rank": 12 if kind else 0, "vocab_size": vocab, "confidence": True}
+    return DSparkConfig(**{**base, "confidence_reads_markov": kind is not None, **changes})  # type: ignore[arg-type]
 
 
 def block_json(config: DFlashConfig, layout: str) -> dict[str, Any]:
@@ -127,7 +136,9 @@ def block_json(config: DFlashConfig, layout: str) -> dict[str, Any]:
 
 def block_weights(config: DFlashConfig, *, seed: int = 5) -> dict[str, Tensor]:
     """Random weights by plain name, large enough that every part changes what is drafted."""
-    return head_weights(config, seed=seed, vocab=config.model.vocab_size)
+    weights = head_weights(config, seed=seed, vocab=config.model.vocab_size)
+    # of a low rank, and yet they have to change what is drafted
+    return {name: weight * 5 if "markov_w2" in name else weight for name, weight in weights.items()}
 
 
 @functools.cache
@@ -136,12 +147,13 @@ def tiny_block(
     config: DFlashConfig | None = None,
     *,
     method: str = "dflash",
-    layout: str = "z-lab",
+    layout: str = "",
     seed: int = 5,
     mask_embedding: bool = False,
 ) -> str:
     """Folder of a drafter with random weights; `mask_embedding` writes one beside them."""
     config = config or block_config(method)
+    layout = layout or ("z-lab" if config.method == "dflash" else "deepspec")
     folder = write_head(f"block-{name}", block_json(config, layout), block_weights(config, seed=seed))
     if mask_embedding:
         stored = {"mask_token_id": MASK, "embedding": mask_row(config)}

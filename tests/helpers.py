@@ -305,6 +305,7 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
             {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 2},
         ],
         "dflash": [{"method": "dflash", "model": tiny_block("dflash"), "num_speculative_tokens": 3}],
+        "dspark": [{"method": "dspark", "model": tiny_block("dspark", method="dspark"), "num_speculative_tokens": 3}],
         "eagle": [{"method": "eagle", "model": tiny_head("eagle", method="eagle"), "num_speculative_tokens": 3}],
         "eagle3": [{"method": "eagle3", "model": tiny_head("eagle3"), "num_speculative_tokens": 3}],
         "extract_hidden_states": [

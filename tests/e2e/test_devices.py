@@ -36,12 +36,14 @@ CONFIGS = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
     "dflash": {"method": "dflash", "num_speculative_tokens": 3},
+    "dspark": {"method": "dspark", "num_speculative_tokens": 3},
     "eagle": {"method": "eagle", "num_speculative_tokens": 3},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
 }
 WITH_MODELS = {
     "draft_model": near,
     "dflash": functools.partial(wide_block, "dflash"),
+    "dspark": functools.partial(wide_block, "dspark"),
     "eagle": functools.partial(wide_head, "eagle"),
     "eagle3": functools.partial(wide_head, "eagle3"),
 }

@@ -326,6 +326,12 @@ def check_target(drafter: DFlashConfig, name: str, target: ModelConfig, target_n
         raise ConfigError(
             f"{name!r} drafts from {drafter.draft_vocab_size} ids, but {target_name!r} has {vocab}; {made_for}"
         )
+    heads = drafter.heads
+    if heads and heads.markov_kind and abs(heads.vocab_size - vocab) > padding:
+        raise ConfigError(
+            f"markov_head.markov_w1.weight of {name!r} has {heads.vocab_size} rows, but {target_name!r} has {vocab} "
+            f"ids, each of which may come before a draft; {made_for}"
+        )
     num_rows = drafter.model.vocab_size if drafter.own_embeddings else vocab
     if drafter.mask_token_id is not None and not 0 <= drafter.mask_token_id < num_rows:
         raise ConfigError(

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBackend, AttentionBatch
 from draftloop.drafters.dflash_config import DFlashConfig
 from draftloop.drafters.dflash_files import MASK_EMBEDDING
+from draftloop.drafters.dspark_model import DSparkHeads
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
@@ -57,6 +58,11 @@ class DFlashModel(torch.nn.Module):
         self.decoder_layers = tuple(DecoderLayer(model, i, device=device, dtype=dtype) for i in range(model.num_layers))
         self.layers = torch.nn.ModuleList(self.decoder_layers)
         self.final_norm = make(width)
+        self.heads: DSparkHeads | None = None
+        if config.heads:
+            self.heads = DSparkHeads(
+                config.heads, width=width, draft_vocab_size=config.draft_vocab_size, device=device, dtype=dtype
+            )
         self.target_ids_W: Tensor | None = None
         if config.has_map:
             self.target_ids_W = torch.arange(config.draft_vocab_size, device=device)
@@ -153,6 +159,8 @@ class DFlashModel(torch.nn.Module):
             found["embed_tokens.weight"] = self.embed_tokens
         if config.own_head:
             found["lm_head.weight"] = self.lm_head
+        if self.heads:
+            found |= self.heads.destinations()
         for index, layer in enumerate(self.decoder_layers):
             parts = layer.destinations(f"layers.{index}")
             if config.fused_qkv:

@@ -67,12 +67,13 @@ def read_heads(config: Mapping[str, Any], shapes: Mapping[str, Shape], *, vocab_
             f"markov_head_type of {name!r} is {kind!r}{nearest(kind, get_args(MarkovKind))} "
             f"Supported: {', '.join(get_args(MarkovKind))}"
         )
-    confidence = "confidence_head.proj.weight" in shapes
+    proj = shapes.get("confidence_head.proj.weight")
+    reads_markov = proj is not None and "norm.weight" in shapes and proj[-1] != shapes["norm.weight"][0]
     return DSparkConfig(
         markov_kind=kind,  # type: ignore[arg-type]
         markov_rank=rank,
         vocab_size=w1[0] if w1 else vocab_size,
-        confidence=bool(option("enable_confidence_head", confidence)),
-        confidence_reads_markov=bool(option("confidence_head_with_markov", False)) and rank > 0,
-        confidence_bias=not confidence or "confidence_head.proj.bias" in shapes,
+        confidence=bool(option("enable_confidence_head", proj is not None)),
+        confidence_reads_markov=bool(option("confidence_head_with_markov", reads_markov)) and rank > 0,
+        confidence_bias=proj is None or "confidence_head.proj.bias" in shapes,
     )

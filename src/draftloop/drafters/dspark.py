@@ -1,0 +1,76 @@
+"""DSpark: a block as in DFlash, and behind it heads that let each draft know the one before.
+
+Source: "DSpark", arXiv 2607.05147. Slot j of the block predicts the token after its position, so that the bonus
+token's own slot counts; a Markov head corrects each draft's logits by the token before it, one after the other.
+
+A confidence head, where there is one, leaves for each draft how likely it is to be accepted if all before it
+are: `row_memory()["confidence_MK"]`. Nothing acts on it yet.
+
+Shape suffixes: R rows, M rows of the engine plus one, K drafts, C width of the drafter, N rank of the Markov
+head, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draftloop.drafters.dflash import BlockDrafter
+from draftloop.drafters.write import write_block
+from draftloop.graphs.phase import Cost, Phase
+from draftloop.kvcache.rows import RowState
+
+
+class DSparkDrafter(BlockDrafter):
+    """Drafts of one block are chosen left to right."""
+
+    name = "dspark"
+    method = "dspark"
+
+    confidence_MK: Tensor
+
+    def describe(self) -> str:
+        heads = self.config.heads
+        assert heads is not None
+        markov = (
+            f"{heads.markov_kind} Markov head of rank {heads.markov_rank}" if heads.markov_kind else "no Markov head"
+        )
+        return f"{super().describe()}, {markov}{', confidence head' if heads.confidence else ''}"
+
+    def row_memory(self) -> Mapping[str, Tensor]:
+        return {"confidence_MK": self.confidence_MK}
+
+    def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
+        self.confidence_MK = torch.zeros(state.drafts_MK.shape, device=state.drafts_MK.device)
+        return super().phases(state, caches)
+
+    def propose(self, state: RowState, rows_R: Tensor, bonus_R: Tensor, hidden_RKC: Tensor, *, sampled: bool) -> None:
+        heads, logits_NW = self.model.heads, self.model.logits(hidden_RKC.flatten(0, 1))
+        assert heads is not None
+        vocabulary = self.vocabulary(logits_NW)
+        logits_RKW = logits_NW.unflatten(0, hidden_RKC.shape[:2])
+        config, token_R, previous_RN = heads.config, bonus_R, None
+        memory_RN = hidden_RKC.new_zeros(hidden_RKC.shape[0], config.markov_rank)
+        confidence = []
+        for draft, (logits_RW, hidden_RC) in enumerate(zip(logits_RKW.unbind(1), hidden_RKC.unbind(1), strict=True)):
+            if config.markov_kind:
+                previous_RN = heads.embed(token_R)
+                correction_RW, memory_RN = heads.correct(previous_RN, hidden_RC, memory_RN)
+                logits_RW = logits_RW + correction_RW
+            tokens_R1 = write_block(state, rows_R, logits_RW, start=draft, sampled=sampled, **vocabulary)
+            token_R = tokens_R1[:, 0]
+            if config.confidence:
+                confidence.append(heads.confidence(hidden_RC, previous_RN))
+        if confidence:
+            self.confidence_MK.index_copy_(0, rows_R.long(), torch.stack(confidence, 1))
+
+    def block_cost(self) -> Cost:
+        block, heads = super().block_cost(), self.model.heads
+        assert heads is not None
+        per_step = heads.num_streamed()
+        # steps wait for each other, and each streams the heads anew
+        streamed = per_step * self.num_drafts * self.target.dtype.itemsize
+        return replace(block, weight_bytes=block.weight_bytes + streamed, flops=block.flops + 2 * per_step)
