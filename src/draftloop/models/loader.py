@@ -1,4 +1,8 @@
-"""From a model's files to a decoder with weights, its tokenizer and its end-of-sequence ids."""
+"""From a model's files to a decoder with weights, its tokenizer and its end-of-sequence ids.
+
+Weights may be stored in 8 bits with a scale per row, as those of shipped drafters are (see models/tensors.py);
+they are floats of the model's dtype once loaded.
+"""
 
 from __future__ import annotations
 
@@ -128,10 +132,7 @@ def fill_dummy(model: DenseDecoder, *, seed: int) -> None:
 
 
 def fill_from_files(model: DenseDecoder, files: list[Path], *, show_progress: bool | None = None) -> None:
-    """Stream tensors from safetensors files into the fused weights, one at a time. Raises ConfigError.
-
-    Weights stored in 8 bits (see models/tensors.py) become floats of the model's dtype on the way.
-    """
+    """Stream tensors from safetensors files into the fused weights, one at a time. Raises ConfigError."""
     from draftloop.models.tensors import open_tensors
 
     destinations = model.destinations()

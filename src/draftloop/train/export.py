@@ -42,6 +42,7 @@ def export(
     def write(part: Path) -> None:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+        (part / "model.safetensors").chmod(0o644)  # safetensors makes it readable by the owner alone
         (part / "README.md").write_text(card, encoding="utf-8")
         method.files(part)
 
