@@ -98,6 +98,8 @@ def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter,
     core.close()
     generator = torch.Generator().manual_seed(0)
     before = {name: value.clone() for name, value in everything(llm).items()}
+    if llm.engine.drafter.num_drafts:
+        before["num_drafted_M"].clamp_(max=llm.engine.drafter.num_drafts - 1)  # each phase may draft one more
     seen = set()
     for key in table.keys():  # noqa: SIM118  not a dict
         results = []

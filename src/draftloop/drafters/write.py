@@ -39,10 +39,10 @@ def write_next(
     says which id of the target each logit stands for, where the drafter has a vocabulary of its own. A row
     drafts nothing once it has `longest` tokens, drafts included.
     """
-    logits_RW, num_drafts = logits_RW[:, :vocab_size], state.drafts_MK.shape[1]
+    logits_RW = logits_RW[:, :vocab_size]
     draft_rows = DraftRows(state.drafts_MK, state.num_drafted_M, state.draft_limit_M, state.num_tokens_M)
     if sampled:
-        index_R = torch.zeros_like(rows_R) if first else state.num_drafted_M[rows_R].clamp(max=num_drafts - 1)
+        index_R = torch.zeros_like(rows_R) if first else state.num_drafted_M[rows_R]
         token_R = _sample(state, rows_R.long(), index_R.long()[:, None], logits_RW, target_ids_W)
         write_draft(rows_R, token_R, draft_rows, target_ids_W, first=first, longest=longest)
     else:
