@@ -165,7 +165,7 @@ def test_a_loop_ends_with_the_iteration_in_which_a_request_ends():
 def test_eos_ends_a_loop():
     asked = prompts(4)
     eos = oracle(asked[2], 40)[15]
-    llm = make_engine(tiny_model("with-eos", eos=eos), device_loop=64, speculative_config=SPEC)
+    llm = make_engine(tiny_model("loop-eos", eos=eos), device_loop=64, speculative_config=SPEC)
     for prompt, output in zip(asked, llm.generate(asked, greedy(40)), strict=True):
         whole = oracle(prompt, 40)
         assert output.outputs[0].token_ids == (whole[: whole.index(eos) + 1] if eos in whole else whole)
@@ -174,7 +174,7 @@ def test_eos_ends_a_loop():
 
 
 def test_a_stop_text_ends_a_request_though_only_the_host_knows_it():
-    model = tiny_model("words", words="w")
+    model = tiny_model("loop-words", words="w")
     plain, llm = engine(model), looping(model=model)
     prompt = prompts(3)[1]
     text = plain.generate(prompt, greedy(40))[0].outputs[0].text
