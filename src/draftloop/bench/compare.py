@@ -135,7 +135,7 @@ def compare_rows(contenders: Sequence[Contender], *, greedy: bool) -> list[dict[
                 "min": round(min(contender.speeds), 2),
                 "max": round(max(contender.speeds), 2),
                 "ratio": plain and round(statistics.median(map(_ratio, contender.speeds, plain.speeds)), 3),
-                "acceptance_length": round(1 + sum(shares), 4),
+                "acceptance_length": round(1.0 + sum(shares), 4),
                 "per_position": [round(share, 4) for share in shares],
                 "same_tokens": _tokens(contender) == _tokens(plain) if plain and greedy else None,
             }
