@@ -35,9 +35,9 @@ def field_types(cls: type) -> dict[str, Any]:
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring below each field; it is the field's `--help` too."""
+    docs = {name: text for base in cls.__bases__ if is_dataclass(base) for name, text in field_docs(base).items()}
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = typing.cast("ast.ClassDef", tree.body[0]).body
-    docs = {}
     for node, after in itertools.pairwise(body):
         match node, after:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from draftloop.drafters.dflash_config import DFlashConfig, parse
 from draftloop.drafters.dflash_config import Method as DraftMethod
 from draftloop.drafters.dflash_files import MASK_EMBEDDING, read_mask_embedding
+from draftloop.drafters.dspark_config import DSparkConfig
 from draftloop.drafters.eagle_files import target_ids
 from draftloop.drafters.files import open_weights, read_shapes
 from draftloop.errors import ConfigError
@@ -127,6 +128,7 @@ class DFlashModule(nn.Module):
             compiled=self.subject.compile,
         )
         right_BAK = (found_BAK if ids_W is None else ids_W[found_BAK]) == said_BAK
+        loss = loss + self.other_loss(hidden_BAKC, anchors, said_BAK, right_BAK, weight_BAK)
         accepted_BAK = right_BAK.cumprod(-1).bool() & learn_BAK
         return Losses(loss, weight_BAK.sum(), accepted_BAK.sum((0, 1)), learn_BAK.sum((0, 1)))
 
@@ -139,6 +141,12 @@ class DFlashModule(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """What is multiplied to logits: per draft, and per id. `said_BAK`: the tokens that are to be drafted."""
         return hidden_BAKC, head_WC
+
+    def other_loss(
+        self, hidden_BAKC: Tensor, anchors: Anchors, said_BAK: Tensor, right_BAK: Tensor, weight_BAK: Tensor
+    ) -> Tensor:
+        """What is learnt beside the tokens; `right_BAK`: drafts that are the text's."""
+        return hidden_BAKC.new_zeros((), dtype=torch.float32)
 
     def hidden(self, batch: Batch, anchors: Anchors) -> Tensor:
         """[B, A, K, C]: what the output head reads for each draft of the blocks."""
@@ -192,7 +200,10 @@ class DFlashModule(nn.Module):
         return found
 
 
-class BlockMethod(Method[DFlashOptions]):
+BlockOptionsT = TypeVar("BlockOptionsT", bound=DFlashOptions)
+
+
+class BlockMethod(Method[BlockOptionsT]):
     """What DFlash and DSpark share: a few layers of the target's own shape over some of its hidden states."""
 
     method: ClassVar[DraftMethod]
@@ -201,7 +212,7 @@ class BlockMethod(Method[DFlashOptions]):
     """The anchor's own slot predicts the first draft."""
     module_class: ClassVar[type[DFlashModule]] = DFlashModule
 
-    def __init__(self, options: DFlashOptions, subject: Subject) -> None:
+    def __init__(self, options: BlockOptionsT, subject: Subject) -> None:
         super().__init__(options, subject)
         target, size = subject.config, options.draft_vocab_size
         if size is not None and size >= target.vocab_size:
@@ -253,7 +264,12 @@ class BlockMethod(Method[DFlashOptions]):
             ids_are_outputs=False,
             own_head=size is not None and options.store_lm_head,
             has_map=size is not None,
+            heads=self.heads(),
         )
+
+    def heads(self) -> DSparkConfig | None:
+        """What comes behind the block."""
+        return None
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -339,7 +355,7 @@ class BlockMethod(Method[DFlashOptions]):
                 weight.copy_(stored)
 
 
-class DFlashMethod(BlockMethod):
+class DFlashMethod(BlockMethod[DFlashOptions]):
     """All drafts of a block at once; they do not know of each other."""
 
     name = "dflash"

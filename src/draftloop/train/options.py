@@ -233,10 +233,29 @@ class DFlashOptions:
         check(ids is None or len(ids) > 0, self, "aux_layer_ids", "a list of at least one layer", _PREFIX)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DSparkOptions(DFlashOptions):
+    """Of method dspark."""
+
+    block_size: int = 7
+    """Tokens of a block: one that is known, and masks; each becomes a draft."""
+    markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    """How a draft is corrected by the token before it: alone, gated by the hidden state, or with a memory."""
+    markov_rank: int = 64
+    """Numbers that say which token came before."""
+    confidence_head: bool = True
+    """Train a head that says how likely each draft is to be accepted."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.markov_rank >= 1, self, "markov_rank", "an integer >= 1", _PREFIX)
+
+
 METHOD_OPTIONS: dict[str, type] = {
     "eagle3": Eagle3Options,
     "draft_model": DraftModelOptions,
     "dflash": DFlashOptions,
+    "dspark": DSparkOptions,
 }
 """Name of a training method -> the dataclass of its options. Options of one name mean the same in each."""
 
