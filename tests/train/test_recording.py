@@ -152,7 +152,7 @@ def test_a_full_disk_is_said_and_what_was_recorded_can_be_trained_on(tmp_path, m
 
     monkeypatch.setattr(recording_module, "save_file", full)
     with pytest.raises(CapacityError, match=r"No space left on device; the 2 shards before are complete"):
-        record(chosen, recording, shard_tokens=100)
+        record(chosen, recording, rounds=3)
     assert sorted(path.name for path in (tmp_path / "recording").iterdir()) == [
         "recording.json",
         "tokens-00000.safetensors",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from pathlib import Path
@@ -19,16 +20,16 @@ from draftloop.train.recording import Document, Recording, repetition_starts
 
 logger = logging.getLogger(__name__)
 
-SHARD_TOKENS = 1 << 21
-"""Generated tokens of a shard, about: what an interrupted recording loses at most."""
-ROUNDS = 6
-"""A shard has at least this many requests for every row, so that few rows wait for the longest answers."""
+ROUNDS = 8
+"""Requests of a shard for every row: with few, rows wait for the longest answers; with many, a kill loses much."""
 INVENTED_TOKENS = 128
 """A prompt that is not finished by then is dropped."""
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.5, 1.0
+ANSWER_TEMPERATURES = (0.5, 1.0)
+PROMPT_TEMPERATURES = (0.7, 1.0)
+"""Invented prompts: warm enough to differ, cool enough to make sense."""
 
 
-def record(options: TrainOptions, recording: Recording, *, shard_tokens: int = SHARD_TOKENS) -> None:
+def record(options: TrainOptions, recording: Recording, *, rounds: int = ROUNDS) -> None:
     """Add to a recording until it holds `record_tokens`; where it does already, nothing is started.
 
     A recording that was interrupted goes on: shards are numbered, and no number's random draws come twice.
@@ -43,7 +44,7 @@ def record(options: TrainOptions, recording: Recording, *, shard_tokens: int = S
     try:
         if llm.engine.resolved.device != "cpu" and options.max_num_seqs is None:
             logger.info("%d answers at a time", llm.engine.resolved.max_num_seqs)
-        _Recorder(options, recording, llm, shard_tokens).run(have)
+        _Recorder(options, recording, llm, rounds).run(have)
     finally:
         llm.close()
 
@@ -69,8 +70,8 @@ def _engine_settings(options: TrainOptions) -> dict[str, Any]:
 
 
 class _Recorder:
-    def __init__(self, options: TrainOptions, recording: Recording, llm: LLM, shard_tokens: int) -> None:
-        self.options, self.recording, self.llm, self.shard_tokens = options, recording, llm, shard_tokens
+    def __init__(self, options: TrainOptions, recording: Recording, llm: LLM, rounds: int) -> None:
+        self.options, self.recording, self.llm, self.rounds = options, recording, llm, rounds
         tokenizer, config = llm.get_tokenizer(), llm.engine.model_config
         self.longest = options.row_tokens
         self.prompts: list[list[int]] | None = None
@@ -96,12 +97,11 @@ class _Recorder:
         options, started = self.options, time.monotonic()
         # what an answer has turned out to hold decides how many a shard asks for
         mean = float(options.answer_tokens)
-        least = min(ROUNDS * self.llm.engine.resolved.max_num_seqs, 1 << 15)
+        most = self.rounds * self.llm.engine.resolved.max_num_seqs
         with tqdm(total=options.record_tokens, initial=have, desc="Recording", unit="token", disable=None) as bar:
             while have < options.record_tokens:
                 number = self.recording.next_shard
-                wanted = min(self.shard_tokens, options.record_tokens - have)
-                count = max(round(wanted / mean), least if wanted == self.shard_tokens else 1)
+                count = min(most, math.ceil((options.record_tokens - have) / mean))
                 documents = self.shard(number, count, self.recording.num_asked())
                 made = sum(len(document.token_ids) - document.num_given for document in documents)
                 if not made:
@@ -110,7 +110,7 @@ class _Recorder:
                         "give prompts with --data"
                     )
                 self.recording.add(documents, asked=count)
-                have, mean = have + made, max(made / len(documents), 1.0)
+                have, mean = have + made, max(made / count, 1.0)
                 bar.update(made)
                 if options.record_minutes is not None and time.monotonic() - started > options.record_minutes * 60:
                     logger.info("%.1f minutes are over: recorded %d tokens", options.record_minutes, have)
@@ -142,7 +142,7 @@ class _Recorder:
         return documents
 
     def _temperature(self, rng: random.Random) -> float:
-        drawn = round(rng.uniform(LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE), 2)
+        drawn = round(rng.uniform(*ANSWER_TEMPERATURES), 2)
         return 0.0 if rng.random() < self.options.greedy_share else drawn
 
     def _prompts(self, rng: random.Random, count: int, asked: int) -> list[list[int]]:
@@ -157,7 +157,7 @@ class _Recorder:
     def _invent(self, rng: random.Random, count: int, how: Invention) -> list[list[int]]:
         params = [
             SamplingParams(
-                temperature=1.0,
+                temperature=rng.uniform(*PROMPT_TEMPERATURES),
                 max_tokens=min(INVENTED_TOKENS, self.longest // 2 - len(how.before) - len(how.after)),
                 stop_token_ids=how.stops,
                 seed=rng.getrandbits(62),
