@@ -24,6 +24,10 @@ if [ "$what" != tests ]; then
   synthetic='"rejection_sample_method":"synthetic","synthetic_acceptance_length":3.5'
   bench eagle3-8b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32 \
     -sc "{\"method\":\"eagle3\",\"model\":\"eagle3-llama-3.1-8b\",\"num_speculative_tokens\":5,$synthetic}"
+  bench dflash-8b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32 \
+    -sc "{\"method\":\"dflash\",\"model\":\"dflash-llama-3.1-8b\",\"num_speculative_tokens\":15,$synthetic}"
+  bench dspark-8b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32 \
+    -sc "{\"method\":\"dspark\",\"model\":\"dspark-llama-3.1-8b\",\"num_speculative_tokens\":7,$synthetic}"
 fi
 if [ "$what" != bench ]; then
   "$python" -m pytest -m gpu -n 8 -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1

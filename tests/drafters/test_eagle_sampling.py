@@ -1,4 +1,4 @@
-"""Drafts from a vocabulary of the head's own, sampled: written as the target means them, and lossless."""
+"""Sampled drafts, from a vocabulary of the drafter's own or not: written as the target means them, and lossless."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from scipy.stats import chisquare
 from draftloop.drafters.write import write_next
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.request import SamplingParams
-from heads import tiny_head
-from helpers import VOCAB, answers, engine, prompts, tiny_model
+from helpers import VOCAB, answers, engine, example_configs, prompts, tiny_model
 
 IDS = torch.tensor([1, 4, 5, 9])
 
@@ -64,13 +63,13 @@ def exact_second(prompt: list[int], temperature: float) -> torch.Tensor:
     return first @ (model(batch).logits[:, -1] / temperature).softmax(-1)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "dflash", "dspark"])
 def test_sampled_text_has_the_targets_distribution(method):
     """The second token is the first that a draft may become. The head is poor, so most of what is accepted, and
     all of what replaces the rest, depends on its probabilities being right."""
     prompt, count, temperature = prompts(2)[1], 3000, 6.0
     llm = engine(
-        speculative_config={"method": method, "model": tiny_head(method, method=method), "num_speculative_tokens": 2},
+        speculative_config={**example_configs()[method][0], "num_speculative_tokens": 2},
         max_num_seqs=64,
         max_prefill_rows=64,
         max_num_batched_tokens=1024,

@@ -102,7 +102,8 @@ def test_silu_mul(run: Callable[..., Tensor], device: torch.device, dtype: torch
 @pytest.mark.parametrize("run", [rope_write_torch, rope_write_triton])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rotary_dim", "page_size"), [(9, 3, 64, 64, 16), (4, 4, 80, 32, 32)]
+    ("heads", "kv_heads", "head_dim", "rotary_dim", "page_size"),
+    [(9, 3, 64, 64, 16), (4, 4, 80, 32, 32), (0, 3, 64, 64, 16)],  # without queries: a block drafter's context
 )
 def test_rope_write(
     run: Callable[..., Tensor],

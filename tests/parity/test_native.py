@@ -123,7 +123,7 @@ def test_silu_at_the_ends() -> None:
 @given(data=st.data())
 def test_rope_write(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(SEEDS))
-    heads, kv_heads, head_dim = data.draw(st.sampled_from([(9, 3, 64), (4, 4, 80), (2, 1, 24), (1, 1, 7)]))
+    heads, kv_heads, head_dim = data.draw(st.sampled_from([(9, 3, 64), (4, 4, 80), (2, 1, 24), (1, 1, 7), (0, 3, 64)]))
     rotary_dim = data.draw(st.sampled_from([head_dim // 2 * 2, head_dim // 4 * 2]))
     tokens, pages, page_size = data.draw(st.integers(0, 20)), 4, data.draw(st.sampled_from([8, 16, 5]))
     norms = [torch.randn(head_dim), torch.randn(head_dim)] if data.draw(st.booleans()) else [None, None]
