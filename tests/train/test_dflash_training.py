@@ -151,9 +151,8 @@ def blocks_of_the_reference(method: BlockMethod, folder: str, batch: Batch, anch
 
     mask = read_mask_embedding(Path(folder))
     config, _ = parse(
-        read_json(Path(folder) / "config.json"), read_shapes(Path(folder)), method=method.method, name="x",
-        mask_embedding=True,
-    )  # fmt: skip
+        read_json(Path(folder) / "config.json"), read_shapes(Path(folder)), method=method.method, name="x"
+    )
     known = method.subject
     other = BlockReference(
         config, load_file(Path(folder) / "model.safetensors"), known.embed_tokens, known.lm_head, mask
@@ -169,11 +168,11 @@ def blocks_of_the_reference(method: BlockMethod, folder: str, batch: Batch, anch
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_what_is_trained_is_what_is_served(tmp_path, num_layers, monkeypatch):
+@pytest.mark.parametrize(("num_layers", "own_mask"), [(1, False), (2, True)])
+def test_what_is_trained_is_what_is_served(tmp_path, num_layers, own_mask, monkeypatch):
     """Numbers against the reference that serving equals, and the engine's drafts against the module's."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "drafters"))
-    method, module = make(num_layers=num_layers)
+    method, module = make(num_layers=num_layers, train_mask_embedding=own_mask)
     batch = pack(texts())
     module.eval()
     module(batch, 1.0)  # which sees how large the target's states are
@@ -254,11 +253,11 @@ def test_a_reduced_vocabulary_is_served(tmp_path, store):
 
 
 def test_an_earlier_export_goes_on_where_it_ended(tmp_path):
-    method, module = make()
+    method, module = make(train_mask_embedding=True)
     batch = pack(texts())
     module(batch, 1.0)
     folder = Path(export(method, module, tmp_path / "out"))
-    again, other = make()
+    again, other = make(train_mask_embedding=True)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
@@ -269,10 +268,14 @@ def test_an_earlier_export_goes_on_where_it_ended(tmp_path):
         ({"block_size": 6}, "has block_size 8, but 6 is to be trained"),
         ({"aux_layer_ids": (0, 2)}, r"reads layers \(0, 1\), but \(0, 2\) are to be trained"),
         ({"num_layers": 2}, "lacks layers.1"),
+        ({"mask_token_id": 7}, "has mask_token_id 0, but 7 is to be trained"),
     ):
-        again, other = make(**options)
+        again, other = make(**{"train_mask_embedding": True, **options})
         with pytest.raises(ConfigError, match=message):
             again.initialise(other, folder)
+    again, other = make()
+    with pytest.raises(ConfigError, match=r"has mask_embedding.pt; ask for --train-mask-embedding"):
+        again.initialise(other, folder)
 
 
 def test_training_raises_the_served_acceptance(tmp_path):
@@ -289,6 +292,7 @@ def test_training_raises_the_served_acceptance(tmp_path):
     asked = [output.prompt_token_ids for output in outputs]
     assert answers(outputs) == answers(plain.generate(asked, greedy(40)))
     assert "speculators layout" in llm.engine.drafter.describe()
+    assert sorted(path.name for path in drafter.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     assert not {"lm_head.weight", "embed_tokens.weight"} & set(read_shapes(drafter)), "borrowed"
 
 

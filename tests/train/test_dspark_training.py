@@ -13,7 +13,6 @@ from test_dflash_training import ROW, export, make, pack, texts
 from toy import served_length, toy_options
 
 from draftloop.drafters.dflash_config import parse
-from draftloop.drafters.dflash_files import read_mask_embedding
 from draftloop.drafters.files import read_shapes
 from draftloop.errors import ConfigError
 from draftloop.models.resolve import read_json
@@ -42,12 +41,10 @@ def test_logits_and_confidences_in_training_are_those_that_are_served(tmp_path, 
     logits = features @ table.T
     scores = module.confidence_head(torch.cat((hidden, module._previous(anchors, said)), -1)).sigmoid()
     folder = Path(export(method, module, tmp_path / "out"))
-    config = parse(
-        read_json(folder / "config.json"), read_shapes(folder), method="dspark", name="x", mask_embedding=True
-    )[0]
+    config = parse(read_json(folder / "config.json"), read_shapes(folder), method="dspark", name="x")[0]
     assert config.heads == method.heads()
     tables = method.subject.embed_tokens, method.subject.lm_head
-    other = DSparkReference(config, load_file(folder / "model.safetensors"), *tables, read_mask_embedding(folder))
+    other = DSparkReference(config, load_file(folder / "model.safetensors"), *tables)
     compared = 0
     for row in range(2):
         for a, anchor in enumerate(anchors.index_BA[row].tolist()):

@@ -26,7 +26,8 @@ ALIASES = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 HUB_TIMEOUT_S = 3.0
 """How long the hub may take to say what a repository holds."""
 
-SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
+SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt", "mask_embedding.pt")
+"""What models have beside weights; the last one is of block drafters, see drafters/dflash_files.py."""
 UNWANTED_FILES = ("consolidated*", "original/*", "onnx/*", "runs/*")
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
 

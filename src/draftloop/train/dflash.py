@@ -86,8 +86,10 @@ class DFlashModule(nn.Module):
         self.layers = nn.ModuleList(BlockLayer(model) for _ in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.norm.weight.data.copy_(subject.final_norm)
-        # on the scale of what else is embedded
-        self.mask_embedding = nn.Parameter(torch.randn(model.hidden_size) * subject.embed_tokens.float().std().cpu())
+        assert drafter.mask_token_id is not None
+        self.mask_embedding: nn.Parameter | None = None
+        if options.train_mask_embedding:
+            self.mask_embedding = nn.Parameter(subject.embed_tokens[drafter.mask_token_id].float().cpu())
         self.rotary = Rotary(model, subject.row_tokens + drafter.block_size)
         # part of the state: a recording that has grown has other frequent ids
         self.register_buffer("draft_ids", draft_ids_W)
@@ -156,7 +158,10 @@ class DFlashModule(nn.Module):
         context_BLC = self.context(batch.aux_BLX)
         anchor_ids_BA = batch.token_ids_BL.gather(1, anchors.index_BA)
         embedded_BAC = F.embedding(anchor_ids_BA, self.subject.embed_tokens)
-        masks = self.mask_embedding.to(embedded_BAC.dtype).expand(rows, count, num_slots - 1, -1)
+        mask_C = self.mask_embedding
+        if mask_C is None:
+            mask_C = self.subject.embed_tokens[self.drafter.mask_token_id]
+        masks = mask_C.to(embedded_BAC.dtype).expand(rows, count, num_slots - 1, -1)
         x_BSC = torch.cat((embedded_BAC[:, :, None], masks), 2).flatten(1, 2)
         place_BS = (batch.position_BL.gather(1, anchors.index_BA)[..., None] + slot_Q).flatten(1)
         attend = self._attention(anchors, num_slots)
@@ -248,7 +253,6 @@ class BlockMethod(Method[BlockOptionsT]):
         )
         self._aux_layers = layers
         self._mask_C: Tensor | None = None
-        self._mask_token_id = options.mask_token_id
         self.drafter = DFlashConfig(
             method=self.method,
             layout="speculators",
@@ -256,7 +260,7 @@ class BlockMethod(Method[BlockOptionsT]):
             causal_layers=(False,) * options.num_layers,
             block_size=options.block_size,
             samples_from_anchor=self.samples_from_anchor,
-            mask_token_id=None,  # masks have an embedding of their own
+            mask_token_id=options.mask_token_id,
             target_hidden_size=target.hidden_size,
             draft_vocab_size=size or target.vocab_size,
             num_aux=len(layers),
@@ -280,11 +284,10 @@ class BlockMethod(Method[BlockOptionsT]):
         return self.drafter.max_drafts
 
     def build(self, token_counts_V: Tensor) -> DFlashModule:
-        if self._mask_token_id is None:
-            # its embedding is not used, but engines that embed masks by id should meet no token of the text
+        if self.drafter.mask_token_id is None:
             counts_V = token_counts_V.clone()
             counts_V[[token for token in self.subject.eos_ids if token < len(counts_V)]] = counts_V.max() + 1
-            self._mask_token_id = int(counts_V.argmin())
+            self.drafter = replace(self.drafter, mask_token_id=int(counts_V.argmin()))
         size = self.options.draft_vocab_size
         ids_W = None if size is None else frequent_ids(token_counts_V, size)
         self._module = self.module_class(self.drafter, self.options, self.subject, ids_W)
@@ -298,7 +301,7 @@ class BlockMethod(Method[BlockOptionsT]):
             "draft_vocab_size": drafter.draft_vocab_size,
             "target_hidden_size": drafter.target_hidden_size,
             "block_size": drafter.block_size,
-            "mask_token_id": self._mask_token_id,
+            "mask_token_id": drafter.mask_token_id,
             "sample_from_anchor": drafter.samples_from_anchor,
             "sliding_window_non_causal": True,
             # what enters these layers; `DFlashConfig.aux_layers` reads them so where they stand here
@@ -306,7 +309,8 @@ class BlockMethod(Method[BlockOptionsT]):
         }
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self._mask_C = state["mask_embedding"].to(self.subject.dtype).clone()
+        if self.options.train_mask_embedding:
+            self._mask_C = state["mask_embedding"].to(self.subject.dtype).clone()
         found = {name: weight.to(self.subject.dtype) for name, weight in self._module.exported(state).items()}
         if self.drafter.has_map:
             ids_W = state["draft_ids"].cpu()
@@ -316,15 +320,16 @@ class BlockMethod(Method[BlockOptionsT]):
         return found
 
     def files(self, folder: Path) -> None:
-        assert self._mask_C is not None
-        torch.save({"mask_token_id": self._mask_token_id, "embedding": self._mask_C}, folder / MASK_EMBEDDING)
+        if self._mask_C is not None:
+            stored = {"mask_token_id": self.drafter.mask_token_id, "embedding": self._mask_C}
+            torch.save(stored, folder / MASK_EMBEDDING)
 
     def initialise(self, module: nn.Module, folder: Path) -> None:
         mask_C, config = read_mask_embedding(folder), read_json(folder / "config.json")
-        has_mask = mask_C is not None
-        shapes = read_shapes(folder)
-        given, names = parse(config, shapes, method=self.method, name=str(folder), mask_embedding=has_mask)
-        for key in ("block_size", "samples_from_anchor", "has_map", "draft_vocab_size", "heads"):
+        if mask_C is not None and not self.options.train_mask_embedding:
+            raise ConfigError(f"the drafter in {str(folder)!r} has {MASK_EMBEDDING}; ask for --train-mask-embedding")
+        given, names = parse(config, read_shapes(folder), method=self.method, name=str(folder))
+        for key in ("mask_token_id", "block_size", "samples_from_anchor", "has_map", "draft_vocab_size", "heads"):
             if getattr(given, key) != getattr(self.drafter, key):
                 raise ConfigError(
                     f"the drafter in {str(folder)!r} has {key} {getattr(given, key)}, but {getattr(self.drafter, key)} "
@@ -340,7 +345,7 @@ class BlockMethod(Method[BlockOptionsT]):
                 if name == "draft_ids":
                     stored = target_ids(read(names["d2t"]), vocab_size=self.subject.vocab_size, name=str(folder))
                 elif name == "mask_embedding":
-                    stored = self.subject.embed_tokens[given.mask_token_id] if mask_C is None else mask_C
+                    stored = self.subject.embed_tokens[self.drafter.mask_token_id] if mask_C is None else mask_C
                 elif name == "aux_scale":
                     stored = torch.ones_like(weight)  # they are part of the weights by now
                 elif name in names:

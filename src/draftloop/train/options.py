@@ -209,7 +209,9 @@ class DFlashOptions:
     teacher_temperature: float = 1.0
     """The target's logits are divided by it; below 1, the likeliest tokens count for more."""
     mask_token_id: int | None = None
-    """Id that stands for a mask; left out, the first that the target never says. The mask's embedding is trained."""
+    """Id whose embedding stands for a mask; left out, the first that the target never says."""
+    train_mask_embedding: bool = False
+    """Train the mask's embedding, which goes to a file of its own (mask_embedding.pt)."""
     draft_vocab_size: int | None = None
     """Draft from this many most frequent ids of the recording; left out, from all."""
     store_lm_head: bool = True
