@@ -17,11 +17,13 @@ DOCUMENTS = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 2, 3, 3, 3, 3, 3]])
 SCALE = 0.25
 
 
-def inputs(device: str = "cpu", steps: int = 3) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+def inputs(
+    device: str = "cpu", steps: int = 3, length: int = 8
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def make(heads: int) -> torch.Tensor:
-        return torch.randn(2, 8, heads, 16, generator=generator).to(device).requires_grad_()
+        return torch.randn(2, length, heads, 16, generator=generator).to(device).requires_grad_()
 
     return make(4), [make(2) for _ in range(steps)], [make(2) for _ in range(steps)]
 
@@ -61,9 +63,10 @@ def test_flex_attention_gives_the_same_values():
 
 @pytest.mark.gpu
 def test_flex_attention_gives_the_same_values_and_gradients_on_a_gpu():
-    documents, results = DOCUMENTS.cuda(), []
+    # rows as long as in training: short ones run other kernels
+    documents, results = DOCUMENTS.repeat_interleave(32, 1).cuda(), []
     for flex in (False, True):
-        q, keys, values = inputs("cuda")
+        q, keys, values = inputs("cuda", length=256)
         if flex:
             out = chain_attention_flex(q, keys, values, document_blocks(documents), SCALE, compiled=True)
         else:

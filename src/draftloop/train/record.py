@@ -65,7 +65,12 @@ def _engine_settings(options: TrainOptions) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if cuda:
-        settings |= {"max_prefill_rows": min(64, rows), "max_num_batched_tokens": 8192}
+        # prompts are a small part of the work, and their graphs a large one of the start
+        settings |= {
+            "max_prefill_rows": min(64, rows),
+            "max_num_batched_tokens": 8192,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+        }
     return settings
 
 
