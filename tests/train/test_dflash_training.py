@@ -52,10 +52,13 @@ def subject() -> Subject:
     )
 
 
-def make(method: str = "dflash", **options: Any) -> tuple[BlockMethod, DFlashModule]:
+def make(
+    method: str = "dflash", *, subject_of: Subject | None = None, **options: Any
+) -> tuple[BlockMethod, DFlashModule]:
     """With weights far enough from their start that every part shows."""
     torch.manual_seed(0)
-    made = method_class(method)(METHOD_OPTIONS[method](**{"aux_layer_ids": LAYERS, **options}), subject())
+    chosen = METHOD_OPTIONS[method](**{"aux_layer_ids": LAYERS, **options})
+    made = method_class(method)(chosen, subject_of or subject())
     module = made.build(torch.arange(VOCAB))
     assert isinstance(made, BlockMethod)
     assert isinstance(module, DFlashModule)
@@ -124,6 +127,34 @@ def test_blocks_see_the_context_before_them_and_themselves(attention, recwarn):
                 assert seen[row, query, key] == (key < anchor and batch.document_BL[row, key] == document)
             for key in range(20):
                 assert seen[row, query, ROW + key] == (key // 4 == own)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_gives_the_same_loss():
+    batch, losses = pack(texts()), []
+    for attention in ("dense", "flex"):
+        _, module = make(attention=attention, num_layers=2)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            losses.append(module(batch, 1.0))
+    torch.testing.assert_close(losses[0].loss, losses[1].loss)
+    assert torch.equal(losses[0].accepted_K, losses[1].accepted_K)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_compiled_training_on_a_gpu_has_the_same_gradients(method):
+    batch, known, results = pack(texts()), subject(), []
+    on_gpu = {name: value.cuda() for name, value in vars(batch).items()}
+    tables = {name: getattr(known, name).cuda() for name in ("embed_tokens", "lm_head", "final_norm")}
+    for attention, compiled in (("dense", False), ("flex", True)):
+        _, module = make(method, attention=attention, subject_of=replace(known, **tables, compile=compiled))
+        module.cuda()
+        torch.manual_seed(1)
+        module(Batch(**on_gpu), 0.0).loss.backward()
+        results.append({name: weight.grad for name, weight in module.named_parameters()})
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, rtol=1e-2, atol=1e-3 * gradient.abs().max().item())
 
 
 def test_anchors_are_places_that_serving_may_begin_a_block_at():
