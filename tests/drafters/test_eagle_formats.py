@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftloop.drafters.eagle_config import HEAD_PRESETS, EagleConfig, check_target, parse
-from draftloop.drafters.eagle_files import target_ids
+from draftloop.drafters.fill import target_ids
 from draftloop.drafters.kinds import kind_of, plain_name
 from draftloop.errors import ConfigError
 from draftloop.models.config import PRESETS, ModelConfig

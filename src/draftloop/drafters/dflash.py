@@ -26,8 +26,8 @@ from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
 from draftloop.drafters.dflash_config import BLOCK_PRESETS, DFlashConfig, Method, check_target, parse
 from draftloop.drafters.dflash_files import read_mask_embedding
 from draftloop.drafters.dflash_model import DFlashModel
-from draftloop.drafters.eagle_files import fill, fill_dummy
 from draftloop.drafters.files import read_shapes
+from draftloop.drafters.fill import fill, fill_dummy
 from draftloop.drafters.locate import locate
 from draftloop.drafters.write import write_block
 from draftloop.errors import ConfigError

@@ -26,9 +26,9 @@ from draftloop.attention.registry import attention_backend, resolve_attention_na
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
 from draftloop.drafters.eagle_config import HEAD_PRESETS, EagleConfig, Method, check_target, parse
-from draftloop.drafters.eagle_files import fill, fill_dummy
 from draftloop.drafters.eagle_model import EagleHead
 from draftloop.drafters.files import read_shapes
+from draftloop.drafters.fill import fill, fill_dummy
 from draftloop.drafters.locate import locate
 from draftloop.drafters.write import write_next
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit

@@ -27,8 +27,8 @@ from draftloop.drafters.dflash_config import DFlashConfig, parse
 from draftloop.drafters.dflash_config import Method as DraftMethod
 from draftloop.drafters.dflash_files import MASK_EMBEDDING, read_mask_embedding
 from draftloop.drafters.dspark_config import DSparkConfig
-from draftloop.drafters.eagle_files import target_ids
 from draftloop.drafters.files import open_weights, read_shapes
+from draftloop.drafters.fill import target_ids
 from draftloop.errors import ConfigError
 from draftloop.models.config import ModelConfig
 from draftloop.models.resolve import read_json

@@ -23,8 +23,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from draftloop.drafters.eagle_config import EagleConfig, parse
-from draftloop.drafters.eagle_files import target_ids
 from draftloop.drafters.files import open_weights, read_shapes
+from draftloop.drafters.fill import target_ids
 from draftloop.errors import ConfigError
 from draftloop.models.config import ModelConfig
 from draftloop.models.resolve import read_json
