@@ -29,9 +29,10 @@ from draftloop.train.packing import Packer, batch_fields
 from draftloop.train.recording import Document, Documents
 from draftloop.train.run import run_train
 from draftloop.train.states import TargetStates
-from helpers import _folder, answers
+from helpers import _folder, answers, greedy, make_engine
 
 STEPS, ROW = 3, 48
+TRAINED_STEPS = 40
 EAGER = Eagle3Options(ttt_steps=STEPS)
 
 
@@ -286,7 +287,7 @@ def test_default_layers_are_those_of_the_reference():
 
 @functools.cache
 def _trained() -> Path:
-    return run_train(toy_options(_folder() / "eagle3-run"), EAGER)
+    return run_train(toy_options(_folder() / "eagle3-run", steps=TRAINED_STEPS, evaluate_every=20), EAGER)
 
 
 @pytest.fixture
@@ -314,7 +315,7 @@ def test_the_log_and_the_card_say_what_was_measured(trained):
     assert len(rates) == STEPS
     assert held_out[-1]["acceptance_length"] == pytest.approx(1 + sum(rates), abs=1e-3)
     card = (trained / "README.md").read_text()
-    assert f"| 60 | {held_out[-1]['acceptance_length']:.3f} |" in card
+    assert f"| {TRAINED_STEPS} | {held_out[-1]['acceptance_length']:.3f} |" in card
     assert (trained.parent / "training.png").stat().st_size > 10_000
 
 
@@ -325,6 +326,20 @@ def test_training_goes_on_from_an_exported_head(trained, tmp_path):
     assert first["held_out"]["acceptance_length"] > 2
     with pytest.raises(ConfigError, match=r"norm_before_fc True, but False is to be trained"):
         run_train(replace(options, out=str(tmp_path / "other")), replace(EAGER, norm_before_fc=False))
+
+
+def test_states_on_disk_are_trained_on(tmp_path):
+    """What `extract_hidden_states` wrote while the engine served."""
+    states = tmp_path / "states"
+    spec = {"method": "extract_hidden_states", "layer_ids": [0, 1, 2, -1], "output_dir": str(states)}
+    llm = make_engine(toy_target(), speculative_config=spec)
+    llm.generate([[word] for word in range(24)], greedy(60))
+    llm.close()
+    options = toy_options(tmp_path / "out", hidden_states=str(states), held_out_tokens=128, batch_tokens=256, steps=25)
+    run_train(options, EAGER)
+    log = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+    held_out = [row["held_out"]["acceptance_length"] for row in log if "held_out" in row]
+    assert held_out[-1] > held_out[0] + 0.3
 
 
 def test_another_revision_of_the_target_is_named_at_start(trained, tmp_path, caplog):

@@ -39,7 +39,7 @@ def run_train(options: TrainOptions, method_options: Any) -> Path:
 
     Raises ConfigError for what cannot work, and CapacityError where the disk is full.
     """
-    world = _join_world()
+    world = _join_world(options)
     try:
         return _run(options, method_options, world)
     finally:
@@ -49,7 +49,7 @@ def run_train(options: TrainOptions, method_options: Any) -> Path:
 
 def _run(options: TrainOptions, method_options: Any, world: World) -> Path:
     out = make_folder(Path(options.out), "--out")
-    device, dtype = _device(options, world), _dtype(options)
+    device, dtype = _device(options), _dtype(options)
     source = resolve_model(options.target)
     config, revision = load_config(source), fingerprint(source.folder) if source.folder else ""
     compiled = device.type == "cuda" if options.compile is None else options.compile
@@ -168,26 +168,28 @@ def _recorded(options: TrainOptions, revision: str, vocab_size: int, world: Worl
     return recording
 
 
-def _join_world() -> World:
+def _uses_gpu(options: TrainOptions) -> bool:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is 'cuda', but there is no GPU that torch can use; leave it out")
+    return options.device != "cpu" and torch.cuda.is_available()
+
+
+def _join_world(options: TrainOptions) -> World:
     """By what torchrun says in the environment."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return World()
-    if torch.cuda.is_available():
+    if _uses_gpu(options):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("nccl" if _uses_gpu(options) else "gloo")
     return World(rank=dist.get_rank(), size=size)
 
 
-def _device(options: TrainOptions, world: World) -> torch.device:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is 'cuda', but there is no GPU that torch can use; leave it out")
-    if options.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+def _device(options: TrainOptions) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if _uses_gpu(options) else torch.device("cpu")
 
 
 def _dtype(options: TrainOptions) -> torch.dtype:
     if options.dtype != "auto":
         return getattr(torch, options.dtype)
-    return torch.bfloat16 if options.device != "cpu" and torch.cuda.is_available() else torch.float32
+    return torch.bfloat16 if _uses_gpu(options) else torch.float32
