@@ -18,7 +18,7 @@ train() {  # method, further options
 
 record() {
     "$python" -m draftloop train --target "$target" --out "$out" --recording "$recording" --record-only \
-        --record-tokens 30000000 --record-minutes 8 --answer-tokens 384 --greedy-share 0.5 --row-tokens 1024 --seed 0
+        --record-tokens 24000000 --record-minutes 8 --answer-tokens 384 --greedy-share 0.5 --row-tokens 1024 --seed 0
 }
 
 case $part in

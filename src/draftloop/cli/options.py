@@ -49,7 +49,7 @@ DECIMALS = _list_of(float, "numbers, such as 0,1")
 NAMES = _list_of(str, "names")
 
 
-def _option(name: str, annotation: Any, default: Any, group: Group, help: str) -> inspect.Parameter:
+def make_option(name: str, annotation: Any, default: Any, group: Group, help: str) -> inspect.Parameter:
     """One command-line option, with the spelling that cyclopts derives: max_num_seqs -> --max-num-seqs."""
     extra = Parameter(group=group, help=help)
     if default is False:  # a flag that is off needs no --no-enforce-eager
@@ -66,7 +66,7 @@ def engine_options(**defaults: Any) -> list[inspect.Parameter]:
         name = field.name
         if name == "speculative_config":  # JSON, in the group of its short forms
             continue
-        option = _option(name, types_[name], defaults.get(name, field.default), _ENGINE, docs[name])
+        option = make_option(name, types_[name], defaults.get(name, field.default), _ENGINE, docs[name])
         # Also the command's one positional argument.
         options.append(option.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) if name == "model" else option)
     return options
@@ -97,14 +97,14 @@ def speculation_options(*, with_model: bool = True) -> list[inspect.Parameter]:
     for short, key in _SHORT_FORMS.items():
         if not with_model and key == "model":
             continue
-        options.append(_option(short, types_[key], None, _SPECULATION, f"Short for its {key}. {docs[key]}"))
+        options.append(make_option(short, types_[key], None, _SPECULATION, f"Short for its {key}. {docs[key]}"))
     return options
 
 
 def sampling_options() -> list[inspect.Parameter]:
     docs, types_ = field_docs(SamplingParams), field_types(SamplingParams)
     defaults = {"temperature": 0.0, "max_tokens": 256, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    return [_option(name, types_[name], value, _SAMPLING, docs[name]) for name, value in defaults.items()]
+    return [make_option(name, types_[name], value, _SAMPLING, docs[name]) for name, value in defaults.items()]
 
 
 def command(parent: App, name: str, options: Iterable[inspect.Parameter]) -> Callable:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cyclopts import App, Group
 
-from draftloop.cli.options import _option, command
+from draftloop.cli.options import command, make_option
 from draftloop.config.fields import field_docs, field_types
 from draftloop.train.options import METHOD_OPTIONS, TrainOptions, method_options
 
@@ -19,10 +19,10 @@ _METHOD = Group.create_ordered("Of one method")
 def train_options() -> list[inspect.Parameter]:
     docs, types_ = field_docs(TrainOptions), field_types(TrainOptions)
     fields = dataclasses.fields(TrainOptions)
-    options = [_option(f.name, types_[f.name], f.default, _TRAINING, docs[f.name]) for f in fields]
+    options = [make_option(f.name, types_[f.name], f.default, _TRAINING, docs[f.name]) for f in fields]
     for name, (methods, annotation, help) in _method_options().items():
         # left out is not the same as the default: a method refuses what it does not use
-        options.append(_option(name, annotation | None, None, _METHOD, f"{', '.join(methods)}: {help}"))
+        options.append(make_option(name, annotation | None, None, _METHOD, f"{', '.join(methods)}: {help}"))
     return options
 
 

@@ -21,6 +21,12 @@ def make_folder(path: Path, option: str) -> Path:
     return path
 
 
+def remove_leftovers(folder: Path) -> None:
+    """What processes that were killed left half written."""
+    for part in folder.glob(".*.part"):
+        part.unlink()
+
+
 def write_file(path: Path, write: Callable[[Path], object], *, kept: str) -> None:
     """Write under another name, then rename. Raises CapacityError saying what is `kept` if it cannot be written."""
     part = path.with_name(f".{path.name}.part")

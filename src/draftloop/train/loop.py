@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from draftloop.errors import ConfigError
 from draftloop.train import checkpoint
-from draftloop.train.files import write_file
+from draftloop.train.files import remove_leftovers, write_file
 from draftloop.train.method import Batch, Losses
 from draftloop.train.options import TrainOptions
 from draftloop.train.packing import PackedRows, Packer, batch_fields
@@ -155,12 +155,14 @@ class Trainer:
         CapacityError where the disk is full.
         """
         checkpoints = self.folder / "checkpoints"
+        if self.world.first:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(checkpoints)
         if self.options.resume and (path := checkpoint.newest(checkpoints)) is not None:
             self.standing = checkpoint.load(path, self.module, self.optimizer, identity=self.identity)
             if self.world.first:
                 logger.info("going on from %s", path)
         elif self.world.first:
-            checkpoints.mkdir(parents=True, exist_ok=True)
             for leftover in checkpoints.glob("step-*.pt"):
                 leftover.unlink()
         options, standing = self.options, self.standing

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from draftloop.engine.llm import LLM
 from draftloop.errors import CapacityError, ConfigError
 from draftloop.request import SamplingParams
+from draftloop.train.files import remove_leftovers
 from draftloop.train.options import TrainOptions
 from draftloop.train.prompts import Invention, invention, random_prompt, read_prompts
 from draftloop.train.recording import Document, Recording, repetition_starts
@@ -36,6 +37,7 @@ def record(options: TrainOptions, recording: Recording, *, rounds: int = ROUNDS)
     Raises ConfigError for prompts that cannot be read, and CapacityError where the disk is full; shards
     written before stay usable.
     """
+    remove_leftovers(recording.folder)
     have = recording.num_tokens()
     if have >= options.record_tokens:
         logger.info("%s holds %d generated tokens: nothing to record", recording.folder, have)
