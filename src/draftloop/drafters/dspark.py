@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftloop.drafters.dflash import BlockDrafter
-from draftloop.drafters.write import write_block
+from draftloop.drafters.write import write_next
 from draftloop.graphs.phase import Cost, Phase
 from draftloop.kvcache.rows import RowState
 
@@ -60,8 +60,9 @@ class DSparkDrafter(BlockDrafter):
                 previous_RN = heads.embed(token_R)
                 correction_RW, memory_RN = heads.correct(previous_RN, hidden_RC, memory_RN)
                 logits_RW = logits_RW + correction_RW
-            tokens_R1 = write_block(state, rows_R, logits_RW, start=draft, sampled=sampled, **vocabulary)
-            token_R = tokens_R1[:, 0]
+            write_next(state, rows_R, logits_RW, first=draft == 0, sampled=sampled, **vocabulary)
+            # NO_DRAFT where a row may draft no more, and then what follows is not written either
+            token_R = state.drafts_MK[:, draft].index_select(0, rows_R)
             if config.confidence:
                 confidence.append(heads.confidence(hidden_RC, previous_RN))
         if confidence:

@@ -67,9 +67,9 @@ class DSparkHeads(torch.nn.Module):
         }
 
     def embed(self, token_ids_R: Tensor) -> Tensor:
-        """[R, N]: tokens before a draft, as the heads read them. Ids past the table have no embedding: any will do."""
+        """[R, N]: tokens before a draft, as the heads read them. NO_DRAFT and ids past the table: any will do."""
         assert self.markov_w1 is not None
-        return F.embedding(token_ids_R.clamp(max=self.markov_w1.shape[0] - 1), self.markov_w1)
+        return F.embedding(token_ids_R.clamp(0, self.markov_w1.shape[0] - 1), self.markov_w1)
 
     def correct(self, previous_RN: Tensor, hidden_RC: Tensor, memory_RN: Tensor) -> tuple[Tensor, Tensor]:
         """[R, W] to be added to a draft's logits, and the memory of the next step."""

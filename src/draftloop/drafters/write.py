@@ -56,33 +56,24 @@ def write_block(
     *,
     vocab_size: int,
     sampled: bool,
-    start: int = 0,
     target_ids_W: Tensor | None = None,
     longest: int | None = None,
-) -> Tensor:
-    """Choose the drafts `start`, `start` + 1, .. of each row, each from its own logits, and write them.
+) -> None:
+    """Choose all drafts of each row, each from its own logits ([R * K, W], row after row), and write them.
 
-    Logits are [R * J, W] for J drafts of each row. Returns what was chosen, int64 [R, J], as ids of the
-    target, wherever it may be drafted or not. Nothing is counted; the rest is as in `write_next`.
+    Nothing is counted; the rest is as in `write_next`.
     """
-    rows_R = rows_R.long()
-    num_rows = rows_R.shape[0]
-    num_each = logits_NW.shape[0] // num_rows
+    rows_R, num_drafts = rows_R.long(), state.drafts_MK.shape[1]
     logits_NW = logits_NW[:, :vocab_size]
-    index_J = torch.arange(start, start + num_each, device=rows_R.device)
-    if sampled:
-        choice_N = _sample(state, rows_R, index_J.expand(num_rows, -1), logits_NW, target_ids_W)
-    else:
-        choice_N = greedy_tokens(logits_NW)
+    index_RK = torch.arange(num_drafts, device=rows_R.device).expand(rows_R.shape[0], -1)
+    choice_N = _sample(state, rows_R, index_RK, logits_NW, target_ids_W) if sampled else greedy_tokens(logits_NW)
     if target_ids_W is not None:
         choice_N = target_ids_W[choice_N]
-    tokens_RJ = choice_N.view(num_rows, num_each)
-    allowed_RJ = index_J < state.draft_limit_M[rows_R][:, None]
+    drafts_RK = choice_N.view(index_RK.shape)
     if longest is not None:
-        allowed_RJ = allowed_RJ & (state.num_tokens_M[rows_R][:, None] + index_J < longest)
-    drafts_RJ = torch.where(allowed_RJ, tokens_RJ, NO_DRAFT).int()
-    state.drafts_MK[:, start : start + num_each].index_copy_(0, rows_R, drafts_RJ)
-    return tokens_RJ
+        short_RK = state.num_tokens_M[rows_R][:, None] + index_RK < longest
+        drafts_RK = torch.where(short_RK, drafts_RK, NO_DRAFT)
+    write_all(state, rows_R, drafts_RK)
 
 
 def _sample(
