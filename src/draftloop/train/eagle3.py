@@ -34,6 +34,7 @@ from draftloop.train.layers import GatedMLP, Projections, RMSNorm, Rotary, linea
 from draftloop.train.losses import soft_cross_entropy
 from draftloop.train.method import Batch, Losses, Method, Subject
 from draftloop.train.options import Eagle3Options
+from draftloop.train.vocabulary import frequent_ids, is_known, map_tensors
 
 
 class Eagle3Layer(nn.Module):
@@ -103,7 +104,8 @@ class Eagle3Module(nn.Module):
         ids_BL = F.pad(batch.token_ids_BL, (0, steps + 1))
         known_BL = torch.ones_like(ids_BL, dtype=torch.bool)
         if ids_W is not None:
-            known_BL = F.pad(self._drafted(batch.hidden_BLC, ids_W), (0, steps + 1))
+            # where the target says an id that cannot be drafted, nothing can be learnt
+            known_BL = F.pad(is_known(batch.hidden_BLC, self.subject.lm_head, ids_W), (0, steps + 1))
         loss = weight = torch.zeros((), device=ids_BL.device)
         begins_BL = right_BL = batch.follows(2)
         accepted, counted = [], []
@@ -164,14 +166,6 @@ class Eagle3Module(nn.Module):
             compiled = document_BL.is_cuda
             return functools.partial(chain_attention_flex, blocks=blocks, scale=scale, compiled=compiled)
         return functools.partial(chain_attention_dense, mask_BLL=document_mask(document_BL), scale=scale)
-
-    @torch.no_grad()
-    def _drafted(self, hidden_BLC: Tensor, ids_W: Tensor) -> Tensor:
-        """bool [B, L]: the target's most likely next id is in the draft vocabulary; elsewhere nothing can be learnt."""
-        known_V = torch.zeros(self.subject.lm_head.shape[0], dtype=torch.bool, device=ids_W.device)
-        known_V[ids_W] = True
-        rows = [known_V[(row @ self.subject.lm_head.T).argmax(-1)] for row in hidden_BLC]
-        return torch.stack(rows)
 
 
 class Eagle3Method(Method[Eagle3Options]):
@@ -237,8 +231,7 @@ class Eagle3Method(Method[Eagle3Options]):
     def build(self, token_counts_V: Tensor) -> Eagle3Module:
         ids_W = None
         if self.head.has_map:
-            order_V = token_counts_V.argsort(descending=True, stable=True)
-            ids_W = order_V[: self.head.draft_vocab_size].sort().values
+            ids_W = frequent_ids(token_counts_V, self.head.draft_vocab_size)
         return Eagle3Module(self.head, self.options, self.subject, ids_W)
 
     def config(self) -> dict[str, Any]:
@@ -262,9 +255,7 @@ class Eagle3Method(Method[Eagle3Options]):
         found = {name: weight.to(self.subject.dtype) for name, weight in state.items() if name != "draft_ids"}
         if self.head.has_map:
             ids_W = state["draft_ids"].cpu()
-            known_V = torch.zeros(self.subject.vocab_size, dtype=torch.bool)
-            known_V[ids_W] = True
-            found |= {"d2t": ids_W - torch.arange(len(ids_W)), "t2d": known_V}
+            found |= map_tensors(ids_W, self.subject.vocab_size)
             if self.head.own_head and not self.options.train_lm_head:
                 found["lm_head.weight"] = self.subject.lm_head.cpu()[ids_W]
         return found
