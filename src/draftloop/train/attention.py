@@ -1,6 +1,6 @@
 """Attention over packed documents, for the target's pass and for training. No cache, nothing paged.
 
-Shape suffixes: B rows, L tokens of a row, H query heads, G key/value heads, D head size, J later steps.
+Shape suffixes: B rows, L tokens of a row, H query heads, G key/value heads, D head size, J later steps, R = H / G.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def chain_attention_dense(
     weights = torch.cat((scores, own_BLHJ.transpose(1, 2)), -1).softmax(-1).to(q_BLHD.dtype)
     length = q_BLHD.shape[1]
     out = torch.einsum("bhlm,bmhd->blhd", weights[..., :length], first_v)
-    for step, value in enumerate(values[1:]):
-        out = out + weights[..., length + step].transpose(1, 2).unsqueeze(-1) * value.repeat_interleave(group, 2)
-    return out
+    return _add_own(out, weights[..., length:].transpose(1, 2), values[1:])
 
 
 def chain_attention_flex(
@@ -85,20 +83,27 @@ def chain_attention_flex(
         return out
     lse_BLH1 = aux.lse.transpose(1, 2).unsqueeze(-1)
     weights = torch.cat((lse_BLH1, _own_scores(q_BLHD, keys[1:], scale)), -1).softmax(-1).to(q_BLHD.dtype)
-    group = q_BLHD.shape[2] // keys[0].shape[2]
-    out = out * weights[..., :1]
-    for step, value in enumerate(values[1:], 1):
-        out = out + weights[..., step, None] * value.repeat_interleave(group, 2)
-    return out
+    return _add_own(out * weights[..., :1], weights[..., 1:], values[1:])
 
 
 def _own_scores(q_BLHD: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor:
     """fp32 [B, L, H, J]: each token's query with its own key of each later step."""
     if not keys:
         return q_BLHD.new_empty((*q_BLHD.shape[:3], 0), dtype=torch.float32)
-    group = q_BLHD.shape[2] // keys[0].shape[2]
-    scores = [(q_BLHD * key.repeat_interleave(group, 2)).sum(-1, dtype=torch.float32) for key in keys]
+    q_BLGRD = q_BLHD.unflatten(2, (keys[0].shape[2], -1))
+    scores = [(q_BLGRD * key.unsqueeze(3)).sum(-1, dtype=torch.float32).flatten(2) for key in keys]
     return torch.stack(scores, -1) * scale
+
+
+def _add_own(out_BLHD: Tensor, weights_BLHJ: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Add each token's own value of each later step, weighted."""
+    if not values:
+        return out_BLHD
+    groups = (values[0].shape[2], -1)
+    out_BLGRD, weights_BLGRJ = out_BLHD.unflatten(2, groups), weights_BLHJ.unflatten(2, groups)
+    for weight_BLGR, value in zip(weights_BLGRJ.unbind(-1), values, strict=True):
+        out_BLGRD = torch.addcmul(out_BLGRD, weight_BLGR.unsqueeze(-1), value.unsqueeze(3))
+    return out_BLGRD.flatten(2, 3)
 
 
 def attend_dense(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BLL: Tensor, scale: float) -> Tensor:
