@@ -142,6 +142,7 @@ def test_flex_attention_gives_the_same_loss():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_compiled_training_on_a_gpu_has_the_same_gradients(method):
     batch, known, results = pack(texts()), subject(), []
@@ -325,6 +326,27 @@ def test_training_raises_the_served_acceptance(tmp_path):
     assert "speculators layout" in llm.engine.drafter.describe()
     assert sorted(path.name for path in drafter.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     assert not {"lm_head.weight", "embed_tokens.weight"} & set(read_shapes(drafter)), "borrowed"
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_training_raises_acceptance_on_a_gpu(tmp_path, method):
+    """Compiled, in bf16, with flex_attention."""
+    options = toy_options(
+        tmp_path / "out",
+        method=method,
+        device="cuda",
+        row_tokens=128,
+        batch_tokens=4096,
+        record_tokens=40_000,
+        held_out_tokens=4096,
+    )
+    drafter = run_train(options, METHOD_OPTIONS[method](block_size=4, anchors=64))
+    log = [json.loads(line) for line in (drafter.parent / "log.jsonl").read_text().splitlines()]
+    held_out = [row["held_out"]["acceptance_length"] for row in log if "held_out" in row]
+    assert held_out[0] < 1.5 < 2.0 < held_out[-1]
+    assert served_length(drafter, method=method) > 1.8
 
 
 @pytest.mark.parametrize(
