@@ -91,7 +91,7 @@ def test_noise_of_two_rows_is_not_a_shifted_copy():
 
 def test_the_smallest_and_largest_hash_stay_inside_the_unit_interval():
     for bits in (0, 1, 2**31 - 2, 2**31 - 1):
-        value = (torch.tensor([bits], dtype=torch.int32).to(torch.float32) + 0.5) * noise._UNIT
+        value = (torch.tensor([bits], dtype=torch.int32).to(torch.float32) + 0.5) * noise.UNIT
         assert 0 < value.item() < 1
         assert torch.log1p(-value).neg().log().isfinite().all()
 
