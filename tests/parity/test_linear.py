@@ -11,6 +11,8 @@ from torch import Tensor
 
 from draftloop.kernels import linear as module
 from draftloop.kernels.linear import (
+    FEW_TOKENS,
+    MAX_TOKENS,
     MEASURED,
     SHARED_BYTES,
     Tiles,
@@ -75,7 +77,9 @@ def half(device: torch.device) -> torch.dtype:
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize(("tokens", "columns", "size"), [(1, 64, 128), (6, 100, 256), (16, 33, 128), (17, 32, 384)])
+@pytest.mark.parametrize(
+    ("tokens", "columns", "size"), [(1, 64, 128), (6, 100, 256), (16, 33, 128), (17, 32, 384), (64, 32, 128)]
+)
 def test_linear(device: torch.device, bias: bool, tokens: int, columns: int, size: int) -> None:
     dtype = half(device)
     x, weight, b = make(tokens, columns, size, device, dtype, bias=bias)
@@ -131,23 +135,26 @@ def test_add_rms_norm_takes_split_sums(run, device: torch.device, dtype: torch.d
         torch.testing.assert_close(normed, expected_normed, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("tokens", [FEW_TOKENS, MAX_TOKENS])
 @pytest.mark.parametrize("may_split", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_choice(shape: tuple[int, int], may_split: bool) -> None:
-    """Tiles divide K and fit shared memory with 32 tokens; every SM gets work where the layer is wide enough."""
+def test_choice(shape: tuple[int, int], may_split: bool, tokens: int) -> None:
+    """Tiles divide K and fit shared memory with the tokens; every SM gets work where the layer is wide enough."""
     columns, size = shape
-    tiles = choose(columns, size, 132, may_split=may_split)
+    tiles = choose(columns, size, 132, may_split=may_split, few=tokens == FEW_TOKENS)
     assert size % (tiles.block_k * tiles.splits) == 0
     assert may_split or tiles.splits == 1
-    assert tiles.num_stages * (tiles.block_n + 32) * tiles.block_k * 2 <= SHARED_BYTES
+    assert tiles.num_stages * (tiles.block_n + tokens) * tiles.block_k * 2 <= SHARED_BYTES
     programs = -(-columns // tiles.block_n) * tiles.splits
     assert programs >= 120 or columns < 2048
     assert programs <= 8 * 132 or columns > 100_000
 
 
 def test_choice_of_measured_shapes() -> None:
-    for (columns, size, may_split), tiles in MEASURED.items():
-        assert choose(columns, size, 132, may_split=may_split) == tiles
+    for (columns, size, may_split), both in MEASURED.items():
+        for few, tiles in zip((True, False), both, strict=True):
+            assert choose(columns, size, 132, may_split=may_split, few=few) == tiles
+        assert both[0].splits == both[1].splits, "K is split alike for any number of tokens"
 
 
 def test_cpu_goes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +172,7 @@ CUDA = torch.device("cuda")
 
 
 @cuda
-@pytest.mark.parametrize("tokens", [1, 6, 32])
+@pytest.mark.parametrize("tokens", [1, 6, 32, 48, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_real_shapes(shape: tuple[int, int], tokens: int) -> None:
     """Within bf16 rounding of exact sums, no worse than cuBLAS, split or not; the same bits every time."""
@@ -237,9 +244,9 @@ def test_chain_in_a_graph() -> None:
 @cuda
 def test_what_the_kernel_does_not_take_goes_to_cublas() -> None:
     x, weight, _ = make(6, 256, 256, CUDA, torch.bfloat16, bias=False)
-    many = x.repeat(6, 1)
+    many = x.repeat(11, 1)
     assert torch.equal(linear(many, weight), F.linear(many, weight))
-    assert residual_linear(many, weight).shape == (36, 256)
+    assert residual_linear(many, weight).shape == (66, 256)
     assert torch.equal(linear(x.float(), weight.float()), F.linear(x.float(), weight.float()))
     assert torch.equal(linear(x[:, :130], weight[:, :130]), F.linear(x[:, :130], weight[:, :130]))
     assert linear(x[:0], weight).shape == (0, 256)

@@ -281,7 +281,7 @@ def sweep_linear(
     for options in itertools.product((16, 32, 64, 128), (128, 256, 512), splits, (4, 8), (3, 4, 5)):
         tiles = Tiles(*options)
         programs = -(-columns // tiles.block_n) * tiles.splits
-        shared = (tiles.block_n + 16) * tiles.block_k * DTYPE.itemsize * tiles.num_stages
+        shared = (tiles.block_n + num_tokens) * tiles.block_k * DTYPE.itemsize * tiles.num_stages
         if size % (tiles.block_k * tiles.splits) or shared > SHARED_BYTES or not 100 <= programs <= 2100:
             continue
         calls = [lambda weight=weight, tiles=tiles: run(x, weight, tiles=tiles) for weight in weights]
@@ -307,7 +307,7 @@ def kernel_rows(device: torch.device, backends: Sequence[str] = ("triton",)) -> 
     rows = []
     for num_tokens in (1, 6, 192, 768):
         rows += small_rows(num_tokens, device)
-    for num_tokens in (1, 6, 32):
+    for num_tokens in (1, 6, 32, 48):
         rows += linear_rows(num_tokens, device)
         rows += argmax_rows(num_tokens, device)
     for name in backends:

@@ -20,8 +20,10 @@ from torch import Tensor
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
-MAX_TOKENS = 32
+MAX_TOKENS = 64
 """Above this, cuBLAS."""
+FEW_TOKENS = 32
+"""Up to this, tiles are wide in columns; above, the tokens take the shared memory."""
 SHARED_BYTES = 220 << 10
 """Shared memory that the tiles below may take; devices with less are left to cuBLAS."""
 DTYPES = (torch.bfloat16, torch.float16)
@@ -38,33 +40,37 @@ class Tiles(NamedTuple):
 
 
 MEASURED = {
-    (6144, 4096, False): Tiles(32, 256, 1, 4, 4),
-    (4096, 4096, True): Tiles(64, 128, 4, 4, 3),
-    (28672, 4096, False): Tiles(128, 128, 1, 4, 3),
-    (4096, 14336, True): Tiles(128, 128, 4, 4, 4),
-    (128256, 4096, False): Tiles(64, 256, 1, 4, 3),
+    (6144, 4096, False): (Tiles(32, 256, 1, 4, 4), Tiles(64, 128, 1, 4, 5)),
+    (4096, 4096, True): (Tiles(64, 128, 4, 4, 3), Tiles(64, 128, 4, 4, 3)),
+    (28672, 4096, False): (Tiles(128, 128, 1, 4, 3), Tiles(128, 128, 1, 4, 4)),
+    (4096, 14336, True): (Tiles(128, 128, 4, 4, 4), Tiles(64, 128, 4, 4, 3)),
+    (128256, 4096, False): (Tiles(64, 256, 1, 4, 3), Tiles(128, 128, 1, 4, 4)),
+    (4096, 12288, False): (Tiles(32, 256, 1, 4, 4), Tiles(32, 256, 1, 4, 4)),
+    (6144, 8192, False): (Tiles(32, 256, 1, 4, 4), Tiles(64, 128, 1, 4, 5)),
 }
-"""(N, K, may split) -> the fastest tiles on an H200 at 6 tokens."""
+"""(N, K, may split) -> the fastest tiles on an H200 at 6 tokens, and at 48."""
 
 
 @functools.cache
-def choose(num_columns: int, size: int, num_sms: int, *, may_split: bool) -> Tiles:
-    """Tiles of a layer with weights [num_columns, size].
+def choose(num_columns: int, size: int, num_sms: int, *, may_split: bool, few: bool = True) -> Tiles:
+    """Tiles of a layer with weights [num_columns, size]; `few`: for up to `FEW_TOKENS`.
 
-    The number of tokens plays no part, so that a token's sums do not depend on how many others there
-    are: verifying drafts gives the logits that decoding one by one would give.
+    K is split alike for any number of tokens, and within `few` that number plays no part at all, so that a
+    token's sums do not depend on how many others there are: verifying drafts gives the logits that decoding
+    one by one would give.
     """
     if found := MEASURED.get((num_columns, size, may_split)):
-        return found
+        return found[0 if few else 1]
     splits = 1
     if may_split and num_columns < 64 * num_sms:
         splits = next(splits for splits in (4, 2, 1) if size % (128 * splits) == 0)
     # the widest blocks that still give every SM something to read
     wanted = num_sms * 3 // 2 if splits > 1 else num_sms
-    widths = (64, 32, 16) if num_columns >= 8 * 64 * num_sms else (128, 64, 32, 16)
+    large = num_columns >= 8 * 64 * num_sms
+    widths = (64, 32, 16) if large and few else (128, 64, 32, 16)
     block_n = next((width for width in widths if -(-num_columns // width) * splits >= wanted), 16)
     # about as many bytes in flight whatever the width; wide blocks of huge layers go as lm_head was measured
-    long_k = block_n <= 32 or len(widths) == 3
+    long_k = few and (block_n <= 32 or large)
     block_k = 256 if long_k and size % (256 * splits) == 0 else 128
     return Tiles(block_n, block_k, splits, 4, 3 if block_n * block_k >= 128 * 128 else 4)
 
@@ -162,7 +168,7 @@ def linear_triton(
 ) -> Tensor:
     """Twin of `linear_torch` for few tokens. `tiles` None: as `choose` says; else without splits."""
     num_columns, size = weight_NK.shape
-    tiles = tiles or choose(num_columns, size, _num_sms(x_TK.device), may_split=False)
+    tiles = tiles or _tiles(x_TK, weight_NK, may_split=False)
     assert tiles.splits == 1
     out_TN = torch.empty(x_TK.shape[0], num_columns, dtype=x_TK.dtype, device=x_TK.device)
     _launch(x_TK, weight_NK, bias_N, out_TN, tiles)
@@ -174,10 +180,15 @@ def linear_split_triton(
 ) -> Tensor:
     """fp32 [X, T, N], to be added up over X: the layer's sums over each part of K; the bias is in the first."""
     num_columns, size = weight_NK.shape
-    tiles = tiles or choose(num_columns, size, _num_sms(x_TK.device), may_split=True)
+    tiles = tiles or _tiles(x_TK, weight_NK, may_split=True)
     sums_XTN = torch.empty(tiles.splits, x_TK.shape[0], num_columns, dtype=torch.float32, device=x_TK.device)
     _launch(x_TK, weight_NK, bias_N, sums_XTN, tiles)
     return sums_XTN
+
+
+def _tiles(x_TK: Tensor, weight_NK: Tensor, *, may_split: bool) -> Tiles:
+    few = x_TK.shape[0] <= FEW_TOKENS
+    return choose(*weight_NK.shape, _num_sms(x_TK.device), may_split=may_split, few=few)
 
 
 @functools.cache
@@ -221,10 +232,6 @@ def residual_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = Non
 
     [T, N], or fp32 [X, T, N] to be added up over X where the kernel splits K.
     """
-    if (
-        x_TK.is_cuda
-        and _is_skinny(x_TK, weight_NK)
-        and choose(*weight_NK.shape, _num_sms(x_TK.device), may_split=True).splits > 1
-    ):
+    if x_TK.is_cuda and _is_skinny(x_TK, weight_NK) and _tiles(x_TK, weight_NK, may_split=True).splits > 1:
         return linear_split_triton(x_TK, weight_NK, bias_N)
     return linear(x_TK, weight_NK, bias_N)
