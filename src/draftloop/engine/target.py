@@ -61,7 +61,7 @@ def target_phases(
     def verify(launch: Launch, rows: Tensor, *, k: int) -> Mapping[str, Tensor]:
         batch, tokens = tail_batch(state, rows, 1 + k, page_size, launch, offset=-1, num_ids=model.config.vocab_size)
         hidden_TC, aux = model(tokens.ids_T, kv, batch, aux_layers=aux_layers)
-        return {"logits": model.logits(hidden_TC), **aux_output(aux)}
+        return {"logits": model.logits(hidden_TC, out_TV=launch.outputs.get("logits")), **aux_output(aux)}
 
     rates_K = None if synthetic_rates is None else torch.tensor(synthetic_rates, device=device)
 

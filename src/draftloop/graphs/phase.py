@@ -108,6 +108,8 @@ class Launch:
     rows: int
     tokens: int
     attend: Callable[[Callable[[], None]], None]
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """The static outputs, by name. What a phase writes there itself and returns is not copied."""
 
 
 PhaseFunction = Callable[..., Mapping[str, Tensor]]

@@ -374,11 +374,12 @@ class GraphTable:
             return
         slots = self.buffers.views(phase.slots, rows, tokens)
         targets = self.buffers.views(phase.outputs, rows, tokens)
-        results = phase.fn(Launch(rows=rows, tokens=tokens, attend=attend), **slots)
+        results = phase.fn(Launch(rows=rows, tokens=tokens, attend=attend, outputs=targets), **slots)
         if set(results) != set(targets):
             raise ValueError(f"{name} declares the outputs {sorted(targets)}, but returned {sorted(results)}")
         for output, target in targets.items():
-            target.copy_(results[output])
+            if results[output] is not target:
+                target.copy_(results[output])
 
     # ---- report -----------------------------------------------------------------------------
 

@@ -164,13 +164,20 @@ def _launch(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tensor,
 
 
 def linear_triton(
-    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, tiles: Tiles | None = None
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
+    out_TN: Tensor | None = None,
 ) -> Tensor:
     """Twin of `linear_torch` for few tokens. `tiles` None: as `choose` says; else without splits."""
-    num_columns, size = weight_NK.shape
+    num_columns = weight_NK.shape[0]
     tiles = tiles or _tiles(x_TK, weight_NK, may_split=False)
     assert tiles.splits == 1
-    out_TN = torch.empty(x_TK.shape[0], num_columns, dtype=x_TK.dtype, device=x_TK.device)
+    if out_TN is None:
+        out_TN = torch.empty(x_TK.shape[0], num_columns, dtype=x_TK.dtype, device=x_TK.device)
+    assert out_TN.is_contiguous()
     _launch(x_TK, weight_NK, bias_N, out_TN, tiles)
     return out_TN
 
@@ -179,7 +186,7 @@ def linear_split_triton(
     x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, tiles: Tiles | None = None
 ) -> Tensor:
     """fp32 [X, T, N], to be added up over X: the layer's sums over each part of K; the bias is in the first."""
-    num_columns, size = weight_NK.shape
+    num_columns = weight_NK.shape[0]
     tiles = tiles or _tiles(x_TK, weight_NK, may_split=True)
     sums_XTN = torch.empty(tiles.splits, x_TK.shape[0], num_columns, dtype=torch.float32, device=x_TK.device)
     _launch(x_TK, weight_NK, bias_N, sums_XTN, tiles)
@@ -218,13 +225,19 @@ def _is_skinny(x: Tensor, weight_NK: Tensor) -> bool:
     )
 
 
-def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, [T, N], added up in fp32 and rounded once."""
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_TN: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, [T, N], added up in fp32 and rounded once; written to `out_TN` if given."""
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
-        return linear_triton(x_TK, weight_NK, bias_N)
+        return linear_triton(x_TK, weight_NK, bias_N, out_TN=out_TN)
     if native.takes_linear(x_TK, weight_NK, bias_N):
-        return native.linear(x_TK, weight_NK, bias_N)
-    return F.linear(x_TK, weight_NK, bias_N)
+        if out_TN is None:
+            return native.linear(x_TK, weight_NK, bias_N)
+        native.linear_into(x_TK, weight_NK, bias_N, out_TN)
+        return out_TN
+    if out_TN is None:
+        return F.linear(x_TK, weight_NK, bias_N)
+    torch.mm(x_TK, weight_NK.T, out=out_TN)
+    return out_TN if bias_N is None else out_TN.add_(bias_N)
 
 
 def residual_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

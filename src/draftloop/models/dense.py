@@ -113,9 +113,9 @@ class DenseDecoder(torch.nn.Module):
         aux |= {self.config.num_layers: residual_TC, FINAL_HIDDEN: hidden_TC}
         return hidden_TC, [aux[index] for index in aux_layers]
 
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        """[T, C] after the final norm -> [T, V], in the model's dtype."""
-        return linear(hidden_TC, self.lm_head)
+    def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
+        """[T, C] after the final norm -> [T, V], in the model's dtype; written to `out_TV` if given."""
+        return linear(hidden_TC, self.lm_head, out_TN=out_TV)
 
     def cost(self) -> Cost:
         """What one pass with logits must read and compute; of the embedding only a few rows are read."""

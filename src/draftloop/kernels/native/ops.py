@@ -131,9 +131,14 @@ def takes_attention(q_TQD: Tensor, kv_2PSGD: Tensor, out_TQD: Tensor, *indices: 
 
 
 def _linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    out_TN = empty((x_TK.shape[0], weight_NK.shape[0]))
+    _linear_into(x_TK, weight_NK, bias_N, out_TN)
+    return out_TN
+
+
+def _linear_into(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> None:
     num_tokens, size = x_TK.shape
     num_columns = weight_NK.shape[0]
-    out_TN = empty((num_tokens, num_columns))
     _c.dl_linear(
         x_TK.data_ptr(),
         weight_NK.data_ptr(),
@@ -144,7 +149,6 @@ def _linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         size,
         get_num_threads() if num_columns * size >= PARALLEL_WORK else 1,
     )
-    return out_TN
 
 
 def _rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -343,6 +347,9 @@ def _accept_block(
 
 
 linear = define("native_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, "CPU")
+linear_into = define(
+    "native_linear_into(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()", _linear_into, "CPU"
+)
 rms_norm = define("native_rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, "CPU")
 add_rms_norm = define(
     "native_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", _add_rms_norm, "CPU"
