@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftloop.drafters.dflash_config import DFlashConfig
 from draftloop.drafters.eagle_config import EagleConfig
 from draftloop.models.config import ModelConfig, RopeConfig
-from helpers import HEADS, HIDDEN, KV_HEADS, MAX_LEN, VOCAB, _folder
+from helpers import HEADS, HIDDEN, KV_HEADS, LAYERS, MAX_LEN, VOCAB, _folder, tiny_model
 
 DRAFT_VOCAB = 64
 
@@ -157,6 +158,72 @@ def write_head(name: str, config: dict[str, Any], weights: dict[str, Tensor], *,
     else:
         save_file({k: w.contiguous() for k, w in weights.items()}, folder / "model.safetensors")
     return str(folder)
+
+
+# ---- multi-token-prediction modules, in the tiny target's own checkpoint --------------------------
+
+MTP_KEYS = {
+    "qwen": {"mtp_num_hidden_layers": 1},
+    "mimo": {"num_nextn_predict_layers": 1},
+    "deepseek": {"num_nextn_predict_layers": 1},
+}
+_AROUND = {
+    "qwen": ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    "mimo": ("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    "deepseek": (f"model.layers.{LAYERS}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+}
+"""Style -> prefix, and what it calls the norms of embedding and hidden state, the projection and the last norm."""
+
+
+def mtp_weights(style: str, *, extra: dict[str, Any] | None = None, qk_norm: bool = False) -> dict[str, Tensor]:
+    """Random tensors of one module, as the style's files have them; `extra`: shapes of more."""
+    generator = torch.Generator().manual_seed(5)
+    prefix, embed_norm, hidden_norm, fc, norm = _AROUND[style]
+    layer = f"{prefix}layers.0." if style == "qwen" else prefix
+    inner, width = 2 * HIDDEN, HIDDEN // HEADS * KV_HEADS
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}{embed_norm}.weight": (HIDDEN,),
+        f"{prefix}{hidden_norm}.weight": (HIDDEN,),
+        f"{prefix}{fc}.weight": (HIDDEN, 2 * HIDDEN),
+        f"{prefix}{norm}.weight": (HIDDEN,),
+        f"{layer}self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+        f"{layer}self_attn.k_proj.weight": (width, HIDDEN),
+        f"{layer}self_attn.v_proj.weight": (width, HIDDEN),
+        f"{layer}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        f"{layer}mlp.gate_proj.weight": (inner, HIDDEN),
+        f"{layer}mlp.up_proj.weight": (inner, HIDDEN),
+        f"{layer}mlp.down_proj.weight": (HIDDEN, inner),
+        f"{layer}input_layernorm.weight": (HIDDEN,),
+        f"{layer}post_attention_layernorm.weight": (HIDDEN,),
+        **({f"{layer}self_attn.{name}_norm.weight": (HIDDEN // HEADS,) for name in "qk"} if qk_norm else {}),
+        **{f"{layer}{name}": shape for name, shape in (extra or {}).items()},
+    }
+    weights = {}
+    for name, shape in shapes.items():
+        std = 1.0 if "embed_tokens" in name else 0.6 if "head.head" in name else 0.2 if len(shape) > 1 else 0.3
+        weights[name] = torch.randn(shape, generator=generator) * std
+        if len(shape) == 1 and style != "qwen" and "norm" in name:
+            weights[name] += 1  # the others' norms multiply by 1 + weight
+    return weights
+
+
+@functools.cache
+def mtp_target(style: str, variant: str = "") -> str:
+    """Folder of the tiny target with a module beside its layers."""
+    return write_mtp_target(f"mtp-{style}{variant}", style, mtp_variant(style, variant))
+
+
+def mtp_variant(style: str, variant: str = "") -> dict[str, Tensor]:
+    tables = {"embed_tokens.weight": (VOCAB, HIDDEN), "shared_head.head.weight": (VOCAB, HIDDEN)}
+    biases = {f"self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", 64), ("k", 32), ("v", 32))}
+    extra = {"": {}, "-tables": tables, "-biases": biases, "-qk_norm": {}}[variant]
+    return mtp_weights(style, extra=extra, qk_norm=variant == "-qk_norm")
+
+
+def write_mtp_target(name: str, style: str, module: dict[str, Tensor], **keys: Any) -> str:
+    target = Path(tiny_model())
+    config = {**json.loads((target / "config.json").read_text()), **MTP_KEYS[style], **keys}
+    return write_head(name, config, {**load_file(target / "model.safetensors"), **module})
 
 
 # ---- a target that counts, and a head that is always right about it ----------------------------

@@ -192,7 +192,7 @@ _ENGINES: dict[str, LLM] = {}
 
 
 def make_engine(model: str | None = None, **settings: Any) -> LLM:
-    """A new engine of the tiny model."""
+    """A new engine of the tiny model, or of the one that the drafter's examples need."""
     torch.set_num_threads(1)
     defaults = {
         "max_model_len": 128,
@@ -202,7 +202,8 @@ def make_engine(model: str | None = None, **settings: Any) -> LLM:
         "kv_cache_memory_bytes": 1 << 24,
         "device": "cpu",
     }
-    return LLM(model or tiny_model(), **{**defaults, **settings})
+    model = model or example_target(settings.get("speculative_config")) or tiny_model()
+    return LLM(model, **{**defaults, **settings})
 
 
 def engine(model: str | None = None, *, poison: bool | None = None, **settings: Any) -> LLM:
@@ -317,9 +318,41 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
                 "num_speculative_tokens": 1,
             }
         ],
+        "mtp": [{"method": "mtp", "num_speculative_tokens": 3}],
         "scripted": [{"method": "scripted", "script": repeat_suffix, "num_speculative_tokens": 3}],
+        "suffix": [
+            {"method": "suffix", "num_speculative_tokens": 3},
+            {
+                "method": "suffix",
+                "num_speculative_tokens": 4,
+                "suffix_decoding_max_tree_depth": 4,
+                "suffix_decoding_max_cached_requests": 2,
+                "suffix_decoding_max_spec_factor": 2.0,
+                "suffix_decoding_min_token_prob": 0.0,
+            },
+        ],
         "synthetic": [{"method": "synthetic", "synthetic_acceptance_length": 2.5, "num_speculative_tokens": 3}],
     }
+
+
+def example_target(spec: Mapping[str, Any] | None) -> str | None:
+    """The target of a drafter's examples, where it is not the tiny model."""
+    from heads import mtp_target
+
+    targets = {"mtp": mtp_target}
+    method = spec.get("method") if isinstance(spec, Mapping) else None
+    return targets[method]("deepseek") if method in targets else None
+
+
+@functools.cache
+def ending_at(folder: str, eos: int) -> str:
+    """Folder of the same model, whose sequences end with `eos`."""
+    other = _folder() / f"{Path(folder).name}-ends-{eos}"
+    other.mkdir()
+    config = json.loads((Path(folder) / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
+    (other / "model.safetensors").symlink_to(Path(folder) / "model.safetensors")
+    return str(other)
 
 
 def lookup_reference(tokens: list[int], k: int, shortest: int, longest: int) -> list[int]:

@@ -14,8 +14,10 @@ from helpers import (
     MODES,
     answers,
     assert_all_free,
+    ending_at,
     engine,
     example_configs,
+    example_target,
     greedy,
     make_engine,
     oracle,
@@ -42,6 +44,11 @@ def config(name: str, index: int) -> dict:
     return found[index]
 
 
+def expected(name: str, prompt: list[int], max_tokens: int, **limits: int) -> list[int]:
+    """What the drafter's target says by itself."""
+    return oracle(prompt, max_tokens, model=example_target(config(name, 0)), **limits)
+
+
 def drafting(name: str, index: int, **settings) -> LLM:
     """An engine with few captured sizes, so that most batches are padded: 1 to 2 rows, 3 to 8, 7 to 8."""
     return engine(speculative_config=config(name, index), **{"cudagraph_capture_sizes": (2, 8), **settings})
@@ -60,7 +67,7 @@ def test_greedy_text_is_that_of_the_plain_engine(name, index, mode):
         llm.engine.table.poison = poison
         for batch in (1, 3, 7):
             asked = prompts(batch)
-            assert answers(llm.generate(asked, greedy(24))) == [oracle(p, 24) for p in asked], (poison, batch)
+            assert answers(llm.generate(asked, greedy(24))) == [expected(name, p, 24) for p in asked], (poison, batch)
         assert_all_free(llm)
 
 
@@ -73,7 +80,7 @@ def test_chunked_prompts_beside_decoding_rows(name, index, overlap):
     llm = drafting(name, index, async_scheduling=overlap, max_num_batched_tokens=24, cudagraph_mode="FULL", poison=True)
     asked = prompts(12)
     outputs = llm.generate(asked, [greedy(5 + 3 * i) for i in range(12)])
-    assert answers(outputs) == [oracle(p, 5 + 3 * i) for i, p in enumerate(asked)]
+    assert answers(outputs) == [expected(name, p, 5 + 3 * i) for i, p in enumerate(asked)]
     assert_all_free(llm)
 
 
@@ -86,7 +93,7 @@ def test_the_length_limit_inside_a_block_is_met_exactly(name, index):
         answer = output.outputs[0]
         assert len(prompt) + len(answer.token_ids) == 40
         assert answer.finish_reason == "length"
-        assert answer.token_ids == oracle(prompt, 40, max_model_len=40)
+        assert answer.token_ids == expected(name, prompt, 40, max_model_len=40)
     assert_all_free(llm)
 
 
@@ -99,7 +106,7 @@ def test_max_tokens_is_met_exactly_wherever_it_falls_in_a_block(name, index):
     assert [len(output.outputs[0].token_ids) for output in outputs] == list(counts)
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
     if not DRAFTERS[name].forced_acceptance:
-        assert answers(outputs) == [oracle(prompt, n) for n in counts]
+        assert answers(outputs) == [expected(name, prompt, n) for n in counts]
     assert llm.get_metrics()["generation_tokens"] == sum(counts)
 
 
@@ -129,17 +136,17 @@ def test_a_request_may_decline_speculation_beside_others(name, index):
 
     ended = run_through(llm, look)
     plain = [i for i in range(6) if i % 2]
-    assert all(ended[str(i)] == oracle(asked[i], 20) for i in plain), "they must not notice"
+    assert all(ended[str(i)] == expected(name, asked[i], 20) for i in plain), "they must not notice"
     assert all(drafted[str(i)] == 0 for i in plain)
     if not DRAFTERS[name].forced_acceptance:
-        assert ended == {str(i): oracle(prompt, 20) for i, prompt in enumerate(asked)}
+        assert ended == {str(i): expected(name, prompt, 20) for i, prompt in enumerate(asked)}
 
 
 @pytest.mark.parametrize(("name", "index"), CASES)
 def test_a_batch_that_declines_speculation_is_plain_decoding(name, index):
     llm = drafting(name, index)
     outputs = llm.generate(prompts(3), greedy(10), speculation=False)
-    assert answers(outputs) == [oracle(p, 10) for p in prompts(3)]
+    assert answers(outputs) == [expected(name, p, 10) for p in prompts(3)]
     assert [output.spec for output in outputs] == [None] * 3
     replays = llm.get_graph_report().replays
     assert replays["target.decode"] == 9
@@ -165,7 +172,7 @@ def test_aborting_anywhere_frees_rows_and_pages_and_harms_nobody(name, index, ov
     assert sorted(ended) == [str(i) for i in range(0, 10, 2)]
     assert_all_free(llm)
     if not DRAFTERS[name].forced_acceptance:
-        assert all(tokens == oracle(asked[int(i)], 24) for i, tokens in ended.items())
+        assert all(tokens == expected(name, asked[int(i)], 24) for i, tokens in ended.items())
 
 
 @pytest.mark.parametrize(("name", "index"), LOSSLESS)
@@ -193,7 +200,7 @@ def test_a_batch_that_shrinks_through_the_captured_sizes(name, index):
     for i, prompt in enumerate(asked):
         core.add(str(i), prompt, greedy(5 * (i + 1)))
     ended = run_through(llm, check)
-    assert ended == {str(i): oracle(prompt, 5 * (i + 1)) for i, prompt in enumerate(asked)}
+    assert ended == {str(i): expected(name, prompt, 5 * (i + 1)) for i, prompt in enumerate(asked)}
     assert {1, 12} <= seen
     steps = "target.verify" if DRAFTERS[name].drafts else "target.decode"
     assert len({row.rows for row in llm.get_graph_report().rows if row.phase == steps and row.replays}) >= 4
@@ -207,7 +214,7 @@ def test_rows_without_temperature_are_greedy_beside_others_that_sample(name, ind
     asked = prompts(4)
     params = [greedy(20), sampled(1.0), greedy(20), sampled(0.7)]
     outputs = answers(llm.generate(asked, params))
-    assert [outputs[0], outputs[2]] == [oracle(asked[0], 20), oracle(asked[2], 20)]
+    assert [outputs[0], outputs[2]] == [expected(name, asked[0], 20), expected(name, asked[2], 20)]
 
 
 def sampled(temperature: float = 1.0, **options) -> SamplingParams:
@@ -259,14 +266,14 @@ def test_a_row_is_reused_while_a_step_of_its_last_owner_is_in_flight(name, index
         max_num_batched_tokens=24,
         poison=True,
     )
-    asked, params, expected = prompts(16), [], []
+    asked, params, wanted = prompts(16), [], []
     for i, prompt in enumerate(asked):
-        text = oracle(prompt, 24)
+        text = expected(name, prompt, 24)
         stop = text[3 + i]
         params.append(greedy(24, stop_token_ids=(stop,)))
-        expected.append(text[: text.index(stop) + 1])
+        wanted.append(text[: text.index(stop) + 1])
     outputs = llm.generate(asked, params)
-    assert answers(outputs) == expected
+    assert answers(outputs) == wanted
     assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
     assert_all_free(llm)
 
@@ -275,11 +282,11 @@ def test_a_row_is_reused_while_a_step_of_its_last_owner_is_in_flight(name, index
 def test_end_of_sequence_inside_a_block_ends_exactly_there(name, index):
     """The oracle's seventh token is declared the end; at depth 2 the next step is on its way by then."""
     prompt = prompts(6)[4]
-    text = oracle(prompt, 16)
+    text = expected(name, prompt, 16)
     seventh = text[6]
     assert seventh not in text[:6]
     llm = make_engine(
-        tiny_model(f"ends-{seventh}", eos=seventh),
+        ending_at(example_target(config(name, index)) or tiny_model(), seventh),
         speculative_config=config(name, index),
         cudagraph_capture_sizes=(2, 8),
         async_scheduling=True,

@@ -139,6 +139,15 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+def test_mimo_is_qwen2_by_another_name(tmp_path: Path) -> None:
+    reference = make_reference("qwen2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["MiMoForCausalLM"]}))
+    logits, _ = run_chunks(load(tmp_path), torch.arange(NUM_TOKENS), [NUM_TOKENS])
+    torch.testing.assert_close(logits, reference(torch.arange(NUM_TOKENS)[None]).logits[0], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
 def test_last_aux_layer_is_the_stream_before_the_norm(tmp_path: Path) -> None:
     reference = make_reference("llama", tmp_path)
     seen = []

@@ -20,7 +20,7 @@ class SpeculativeConfig:
     """What drafts, and how drafts are accepted. None means "not given": the drafter's default holds."""
 
     method: str | None = None
-    """The drafter: ngram, draft_model, eagle3, eagle, dflash, dspark, synthetic, or any other that is registered."""
+    """The drafter: ngram, suffix, draft_model, eagle3, eagle, mtp, dflash, dspark, synthetic, or any other that is registered."""
     model: str | None = None
     """The drafter's model: hub id, folder or alias."""
     num_speculative_tokens: int | None = None
@@ -29,6 +29,16 @@ class SpeculativeConfig:
     """ngram: shortest run of tokens that counts as a match."""
     prompt_lookup_max: int | None = None
     """ngram: longest run of tokens that is looked up."""
+    suffix_decoding_max_tree_depth: int | None = None
+    """suffix: longest run of tokens that is kept; left out, 24."""
+    suffix_decoding_max_cached_requests: int | None = None
+    """suffix: answers of ended requests that are kept, 0 for none; left out, 10000. One token takes about 0.4 KB."""
+    suffix_decoding_max_spec_factor: float | None = None
+    """suffix: tokens that are drafted for each token that matches; left out, 1."""
+    suffix_decoding_min_token_prob: float | None = None
+    """suffix: a draft ends where it is less likely than this; left out, 0.1."""
+    suffix_decoding_backend: Literal["own", "arctic"] | None = None
+    """suffix: own: trees in Python. arctic: those of arctic-inference, in C++ (extra `suffix`)."""
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
     """greedy: draft the most likely token. probabilistic: sample from the drafter and accept by its probabilities."""
     rejection_sample_method: Literal["standard", "synthetic"] | None = None
@@ -88,12 +98,24 @@ class SpeculativeConfig:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None:
             self._need(low <= high, "prompt_lookup_min", f"at most prompt_lookup_max, {high}")
+        self._check_suffix()
         self._check_synthetic()
 
     @property
     def enabled(self) -> bool:
         """False where K = 0 was asked for."""
         return self.num_speculative_tokens != 0
+
+    def _check_suffix(self) -> None:
+        for key, least, limit in (
+            ("max_tree_depth", 2, "an integer >= 2, one to match and one to draft"),
+            ("max_cached_requests", 0, "an integer >= 0"),
+            ("max_spec_factor", 0, "a number >= 0"),
+            ("min_token_prob", 0, "a number in [0, 1]"),
+        ):
+            name = f"suffix_decoding_{key}"
+            value = getattr(self, name)
+            self._need(value is None or (value >= least and (key != "min_token_prob" or value <= 1)), name, limit)
 
     def _check_synthetic(self) -> None:
         num, rates = self.num_speculative_tokens, self.synthetic_acceptance_rates

@@ -11,8 +11,14 @@ from draftloop.errors import ConfigError, nearest
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 LayerType = Literal["full_attention", "sliding_attention"]
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""What `DenseDecoder` can run."""
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MiMoForCausalLM",
+)
+"""What `DenseDecoder` can run. MiMo is Qwen2 with multi-token-prediction heads."""
 
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -166,7 +172,7 @@ class ModelConfig:
             128 if architecture == "Qwen3ForCausalLM" else need("hidden_size") // num_heads
         )
         attention_bias = bool(hf.get("attention_bias", False)) and architecture != "MistralForCausalLM"
-        is_qwen2 = architecture == "Qwen2ForCausalLM"
+        is_qwen2 = architecture in ("Qwen2ForCausalLM", "MiMoForCausalLM")
         sliding_window, layer_types = _sliding(architecture, hf, num_layers)
         eos = hf.get("eos_token_id")
         return cls(
@@ -329,6 +335,22 @@ PRESETS: dict[str, ModelConfig] = {
         qk_norm=True,
         bos_token_id=151_643,
         eos_token_ids=(151_645, 151_643),
+    ),
+    "smollm2-135m-shape": ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=100_000.0),
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_ids=(2,),
     ),
     "tiny": ModelConfig(
         architecture="LlamaForCausalLM",

@@ -1,7 +1,7 @@
 """One decoder layer. Weights are fused: q, k and v in one matrix, gate and up in another.
 
 Shape suffixes: T tokens in the pass, H query heads, G key/value heads, D head size, E = (H + 2G) * D,
-C hidden size, I inner size of the MLP, L positions, P pages, S tokens per page.
+C hidden size, I inner size of the MLP, L positions, P pages, S tokens per page, R rows.
 """
 
 from __future__ import annotations
@@ -142,12 +142,16 @@ class DecoderLayer(torch.nn.Module):
         cos_sin_LD: Tensor,
         batch: AttentionBatch,
         backend: AttentionBackend,
+        keep_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Take the normed input and the residual stream; give the MLP's output and the stream before it is added.
 
-        The output is as `residual_linear` returns it: `add_rms_norm` takes it, other code must not.
+        The output is as `residual_linear` returns it: `add_rms_norm` takes it, other code must not. With `keep_R`
+        (int64) only those tokens go on after attention, whose keys and values all of them leave.
         """
         attended = self.attention(x_TC, kv_2PSGD, cos_sin_LD, batch, backend)
+        if keep_R is not None:
+            attended, residual_TC = attended.index_select(-2, keep_R), residual_TC.index_select(0, keep_R)
         x_TC, residual_TC = add_rms_norm(attended, residual_TC, self.post_norm, self.eps)
         return self.mlp(x_TC), residual_TC
 

@@ -6,6 +6,8 @@ they are floats of the model's dtype once loaded.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,11 +140,27 @@ def fill_from_files(model: DenseDecoder, files: list[Path], *, show_progress: bo
     destinations = model.destinations()
     skipped = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     with open_tensors(files) as tensors:
+        skipped |= mtp_tensors(tensors.shapes, model.config.num_layers)
         check_tensors(tensors, destinations, skipped, files[0].parent)
         for file in progress_bar(files, "Loading safetensors checkpoint shards", "file", show=show_progress):
             for name, owner in tensors.files.items():
                 if owner == file and name in destinations:
                     destinations[name].copy_(tensors.read(name))
+
+
+def mtp_tensors(names: Iterable[str], num_layers: int) -> set[str]:
+    """Those of multi-token-prediction heads, which checkpoints keep beside the model's `num_layers` layers.
+
+    They are `mtp.*` (Qwen), `model.mtp_layers.*` (MiMo), or decoder layers past the last that have an
+    `eh_proj` (DeepSeek). The model does not need them; see drafters/mtp.py.
+    """
+    names = list(names)
+    beyond = {name.removesuffix("eh_proj.weight") for name in names if re.fullmatch(_EH_PROJ, name)}
+    layers = tuple(prefix for prefix in beyond if int(prefix.split(".")[2]) >= num_layers)
+    return {name for name in names if name.startswith(("mtp.", "model.mtp_layers.", *layers))}
+
+
+_EH_PROJ = r"model\.layers\.\d+\.eh_proj\.weight"
 
 
 def check_tensors(tensors: Tensors, destinations: dict[str, Tensor], skipped: set[str], folder: Path) -> None:

@@ -1,0 +1,251 @@
+"""Multi-token-prediction modules in the engine: against a reference in plain torch and against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from eagle_reference import hf_model, hf_states
+from mtp_reference import MtpReference
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from draftloop.attention.base import AttentionBatch
+from draftloop.attention.sdpa import SdpaBackend
+from draftloop.drafters.mtp_config import of_target
+from draftloop.drafters.mtp_model import MtpModule
+from draftloop.engine.llm import LLM
+from draftloop.errors import ConfigError
+from draftloop.graphs.phase import ModeSetting
+from draftloop.kernels.rms_norm import Store
+from draftloop.models.config import PRESETS, ModelConfig
+from draftloop.models.dense import attention_shape
+from heads import MTP_KEYS, mtp_target, mtp_variant, mtp_weights, write_mtp_target
+from helpers import HIDDEN, LAYERS, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
+
+K = 4
+CASES = [
+    ("qwen", ""),
+    ("qwen", "-qk_norm"),
+    ("mimo", ""),
+    ("mimo", "-biases"),
+    ("deepseek", ""),
+    ("deepseek", "-tables"),
+]
+
+
+def drafting(style: str, variant: str = "", *, forced: float | None = None, k: int = K, **settings: Any) -> LLM:
+    spec: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": k}
+    if forced:
+        spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": forced}
+    return engine(
+        mtp_target(style, variant), speculative_config=spec, **{"cudagraph_capture_sizes": (2, 8), **settings}
+    )
+
+
+def reference(style: str, variant: str = "") -> MtpReference:
+    tables = hf_model(tiny_model())
+    return MtpReference(style, mtp_variant(style, variant), tables.model.embed_tokens.weight, tables.lm_head.weight)
+
+
+@pytest.mark.parametrize(("style", "variant"), CASES)
+def test_drafts_and_hidden_states_are_the_references_after_every_step(style, variant):
+    """K = 4 of one module: each step takes the last one's hidden state. Prompts start at position 0, which some
+    styles zero; one has a single token, so that this is all it has."""
+    llm = drafting(style, variant, forced=3.0, max_num_batched_tokens=24, cudagraph_mode="FULL_AND_PIECEWISE")
+    llm.engine.table.poison = True
+    core, state, drafter = llm.engine.core, llm.engine.core.worker.state, llm.engine.drafter
+    other, lengths = reference(style, variant), set()
+    for i, prompt in enumerate([*prompts(3), [7]]):
+        core.add(str(i), prompt, greedy(14))
+
+    def check() -> None:
+        for sequence in core.scheduler.running:
+            if sequence.output_ids:
+                tokens = sequence.prompt_ids + sequence.output_ids
+                drafts, hidden, _ = other.chain(tokens, hf_states(tiny_model(), tokens)[1], K)
+                assert state.drafts_MK[sequence.row].tolist() == drafts
+                assert (drafter.hidden_MC[sequence.row] - hidden).norm() < 1e-4 * hidden.norm()
+                lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
+
+    run_through(llm, check)
+    assert len(lengths) >= 4, "blocks end at many places"
+
+
+@pytest.mark.parametrize("mode", ModeSetting)
+def test_the_reference_holds_in_every_mode(mode):
+    llm = drafting("mimo", forced=3.0, max_num_batched_tokens=24, cudagraph_mode=mode.value, poison=True)
+    core, state, other, seen = llm.engine.core, llm.engine.core.worker.state, reference("mimo"), []
+    for i, prompt in enumerate(prompts(3)):
+        core.add(str(i), prompt, greedy(12))
+
+    def check() -> None:
+        for sequence in core.scheduler.running:
+            if sequence.output_ids:
+                tokens = sequence.prompt_ids + sequence.output_ids
+                drafts = other.chain(tokens, hf_states(tiny_model(), tokens)[1], K)[0]
+                assert state.drafts_MK[sequence.row].tolist() == drafts
+                seen.append(len(tokens))
+
+    run_through(llm, check)
+    assert len(seen) > 6
+
+
+@pytest.mark.parametrize("style", MTP_KEYS)
+def test_logits_are_the_references(style):
+    llm = drafting(style, k=1)
+    core, table, prompt = llm.engine.core, llm.engine.table, prompts(4)[2]
+    core.add("0", prompt, greedy(4))
+    core.step()
+    (sequence,) = core.scheduler.running
+    tokens = prompt + sequence.output_ids
+    drafter = llm.engine.drafter
+    ours = drafter.head.logits(drafter.hidden_MC[sequence.row][None])[0]
+    _, _, expected = reference(style).chain(tokens, hf_states(tiny_model(), tokens)[1], 1)
+    torch.testing.assert_close(ours, expected[0], atol=1e-4, rtol=1e-4)
+    assert table.phases["draft.first"]
+    run_through(llm)
+
+
+@torch.no_grad()
+def test_the_module_is_that_of_transformers():
+    """Without the zeros at position 0, which transformers leaves out."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    config.num_mtp_layers = 1
+    torch.manual_seed(0)
+    main = LlamaForCausalLM(config).eval()
+    theirs = MtpModel(main, 1).eval()
+    for weight in theirs.parameters():
+        weight.add_(torch.randn_like(weight) * 0.1)
+    model = ModelConfig.from_hf({**config.to_dict(), "architectures": ["LlamaForCausalLM"]})
+    shape = of_target(model)
+    shape = replace(shape, style=replace(shape.style, zeroed_first=False))
+    cpu = torch.device("cpu")
+    ours = MtpModule(
+        shape,
+        SdpaBackend(attention_shape(model, page_size=16, dtype=torch.float32), cpu),
+        device=cpu,
+        dtype=torch.float32,
+        max_positions=64,
+        embed_tokens=main.model.embed_tokens.weight,
+        lm_head=main.lm_head.weight,
+    )
+    around = {
+        "embed_norm.weight": "enorm.weight",
+        "hidden_norm.weight": "hnorm.weight",
+        "fc.weight": "eh_proj.weight",
+        "norm.weight": "post_norm.weight",
+    }
+    weights = dict(theirs.layers[0].named_parameters())
+    for name, destination in ours.destinations().items():
+        destination.copy_(weights[around.get(name, name.replace("layers.0.", "mtp_block."))])
+    ids, hidden, count = torch.arange(3, 23) % 64, torch.randn(20, 64), 20
+    batch = AttentionBatch(
+        rows_R=torch.zeros(1, dtype=torch.int32),
+        query_starts_R1=torch.tensor([0, count], dtype=torch.int32),
+        kv_lens_R=torch.tensor([count], dtype=torch.int32),
+        positions_T=torch.arange(count),
+        slots_T=torch.arange(count) + 16,
+        page_table_MN=torch.tensor([[1, 2]], dtype=torch.int32),
+        max_query_len=count,
+        uniform=True,
+    )
+    memory = torch.zeros(count, 64)
+    store = Store(memory, torch.arange(count, dtype=torch.int32))
+    out = ours(ids, hidden, torch.zeros(1, 2, 3, 16, 2, 16), batch, store=store)
+    expected = theirs.forward_layer(0, hidden[None], torch.arange(count)[None], None, input_ids=ids[None])[0]
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(memory, expected, atol=1e-4, rtol=0)
+
+
+def test_of_several_modules_the_first_makes_all_drafts():
+    """As vLLM runs them."""
+    second = {name.replace("layers.0.", "layers.1."): torch.randn_like(w) for name, w in mtp_weights("mimo").items()}
+    folder = write_mtp_target("mtp-two", "mimo", {**mtp_weights("mimo"), **second}, num_nextn_predict_layers=2)
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    llm = make_engine(folder, speculative_config=spec)
+    assert "the first of 2 makes all drafts" in llm.engine.drafter.describe()
+    core, prompt = llm.engine.core, prompts(4)[2]
+    core.add("0", prompt, greedy(4))
+    core.step()
+    (sequence,) = core.scheduler.running
+    tokens = prompt + sequence.output_ids
+    expected = reference("mimo").chain(tokens, hf_states(tiny_model(), tokens)[1], 3)[0]
+    assert core.worker.state.drafts_MK[sequence.row].tolist() == expected
+    llm.close()
+
+
+@pytest.mark.parametrize("style", MTP_KEYS)
+def test_a_target_with_a_module_says_what_it_says_without(style):
+    """The loader leaves the module's tensors alone, and verification what they draft."""
+    asked = prompts(3)
+    expected = [oracle(prompt, 16) for prompt in asked]
+    assert [oracle(prompt, 16, model=mtp_target(style)) for prompt in asked] == expected
+    assert answers(drafting(style).generate(asked, greedy(16))) == expected
+
+
+def test_random_weights_take_the_targets_shape():
+    llm = make_engine(
+        "tiny", load_format="dummy", speculative_config={"method": "mtp", "num_speculative_tokens": 2}, max_model_len=64
+    )
+    assert llm.engine.drafter.config.model.hidden_size == PRESETS["tiny"].hidden_size
+    plain = make_engine("tiny", load_format="dummy", max_model_len=64)
+    asked = prompts(2)
+    assert answers(llm.generate(asked, greedy(8))) == answers(plain.generate(asked, greedy(8)))
+    llm.close()
+    plain.close()
+
+
+# ---- what cannot work, and says so -----------------------------------------------------------
+
+
+def refused(folder: str, **spec: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_engine(folder, speculative_config={"method": "mtp", "num_speculative_tokens": 2, **spec})
+    return str(caught.value)
+
+
+def test_a_target_without_a_module_is_named():
+    message = refused(tiny_model())
+    assert f"has none (mtp.*, model.mtp_layers.* or model.layers.{LAYERS}.*); choose" in message
+
+
+def test_a_module_that_the_config_promises_but_the_export_left_out():
+    folder = write_mtp_target("mtp-none", "deepseek", {})
+    assert "num_nextn_predict_layers 1, so the export left them out" in refused(folder)
+
+
+def test_another_model_is_refused():
+    message = refused(mtp_target("qwen"), model="some/assistant")
+    assert "'model' is 'some/assistant'; leave it out" in message
+    assert make_engine(
+        mtp_target("qwen"),
+        speculative_config={"method": "mtp", "model": mtp_target("qwen"), "num_speculative_tokens": 1},
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        ({"mlp.experts.0.up_proj.weight": (4, HIDDEN)}, "a mixture of experts (model.layers.2.mlp.experts.0"),
+        ({"self_attn.kv_a_proj_with_mqa.weight": (4, HIDDEN)}, "latent attention"),
+        ({"self_attn.sinks": (4,)}, "layers.0.self_attn.sinks [4]"),
+        ({"self_attn.q_proj.weight": (2 * HIDDEN, HIDDEN)}, "a gate on attention, which is not supported"),
+    ],
+)
+def test_a_module_that_cannot_run_is_named(extra, what):
+    folder = write_mtp_target("mtp-refused", "deepseek", mtp_weights("deepseek", extra=extra))
+    assert what in refused(folder)
+
+
+def test_a_layer_past_the_last_without_a_projection_is_still_an_error():
+    """It is no module, but a config.json of another model."""
+    weights = {f"model.layers.{LAYERS}.input_layernorm.weight": torch.ones(HIDDEN)}
+    folder = write_mtp_target("mtp-stray", "deepseek", weights)
+    with pytest.raises(ConfigError, match="is unexpected"):
+        make_engine(folder)
