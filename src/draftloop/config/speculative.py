@@ -20,7 +20,8 @@ class SpeculativeConfig:
     """What drafts, and how drafts are accepted. None means "not given": the drafter's default holds."""
 
     method: str | None = None
-    """The drafter: ngram, suffix, draft_model, eagle3, eagle, mtp, dflash, dspark, synthetic, or any other that is registered."""
+    """The drafter: ngram, suffix, draft_model, eagle3, eagle, mtp, dflash, dspark, synthetic, or any other that is
+    registered."""
     model: str | None = None
     """The drafter's model: hub id, folder or alias."""
     num_speculative_tokens: int | None = None
