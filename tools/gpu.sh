@@ -1,35 +1,74 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, most important first: the GPU tests, then the latency rows.
-# Usage: tools/gpu.sh OUT_FOLDER [tests|bench|all]
+# Everything that needs a GPU. Usage: tools/gpu.sh OUT_FOLDER [PART]
+#   tests   the GPU tests, and the reasons of those that were skipped
+#   bench   the rows of docs/numbers/h200.md, most important first (about 3 minutes on an H200)
+#   start   start-up with every graph captured, the second time, when kernels are cached (about 1 minute)
+#   blocks  block drafters (about 1 minute)
+#   all     bench, start, blocks, tests
+# Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
 set -uo pipefail
-out="$1"
-what="${2:-all}"
+out="${1:?folder for the results}"
+part="${2:-all}"
 python="${PYTHON:-python3}"
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
 failed=0
+mkdir -p "$out"
 
-bench() { # name, then the arguments of `draftloop bench latency`
-  local name="$1"
+latency() { # name, then the arguments of `draftloop bench latency`
+  local name="$1" begin="$SECONDS"
   shift
   echo "== $name"
-  "$python" -m draftloop bench latency "$@" --load-format dummy --prompt-tokens 512 --repeats 3 --out "$out/$name.json" \
-    2>"$out/$name.log" || { failed=1; tail -n 20 "$out/$name.log"; }
+  COLUMNS=140 "$python" -m draftloop bench latency "$@" --load-format dummy --prompt-tokens 512 \
+    --out "$out/$name.json" 2>"$out/$name.log" || { failed=1; tail -n 20 "$out/$name.log"; }
+  echo "== $name took $((SECONDS - begin)) s"
 }
 
-if [ "$what" != tests ]; then
-  synthetic='"rejection_sample_method":"synthetic","synthetic_acceptance_length":3.0'
-  bench none-8b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32
-  bench draft-model-8b-1b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32 \
-    -sc "{\"method\":\"draft_model\",\"model\":\"llama-3.2-1b\",\"num_speculative_tokens\":4,$synthetic}"
-  synthetic='"rejection_sample_method":"synthetic","synthetic_acceptance_length":3.5'
-  bench eagle3-8b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32 \
-    -sc "{\"method\":\"eagle3\",\"model\":\"eagle3-llama-3.1-8b\",\"num_speculative_tokens\":5,$synthetic}"
-  bench dflash-8b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32 \
-    -sc "{\"method\":\"dflash\",\"model\":\"dflash-llama-3.1-8b\",\"num_speculative_tokens\":15,$synthetic}"
-  bench dspark-8b llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1,8,32 \
-    -sc "{\"method\":\"dspark\",\"model\":\"dspark-llama-3.1-8b\",\"num_speculative_tokens\":7,$synthetic}"
-fi
-if [ "$what" != bench ]; then
-  "$python" -m pytest -m gpu -n 8 -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
-fi
+drafter() { # method, model, drafts, acceptance length
+  printf '{"method":"%s","model":"%s","num_speculative_tokens":%s,"rejection_sample_method":"synthetic",' "$1" "$2" "$3"
+  printf '"synthetic_acceptance_length":%s}' "$4"
+}
+
+rows() { # the largest batch, the sizes that are measured, which are all that is captured, and the longest context
+  echo --max-num-seqs "$1" --max-model-len "${3:-2048}" --batch-sizes "$2" --cudagraph-capture-sizes "$2"
+}
+
+eagle3="$(drafter eagle3 eagle3-llama-3.1-8b 5 3.5)"
+
+bench() {
+  latency eagle3-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$eagle3"
+  latency none-8b llama-3.1-8b $(rows 32 1,8,32)
+  latency draft-model-8b-1b llama-3.1-8b $(rows 32 1,32) -sc "$(drafter draft_model llama-3.2-1b 4 3.0)"
+  latency eagle3-smollm2 smollm2-135m-shape $(rows 1 1) -sc "$(drafter eagle3 eagle3-smollm2-135m 5 3.5)"
+  latency eagle3-8b-b128 llama-3.1-8b $(rows 128 128) -sc "$eagle3" --repeats 2
+}
+
+start() {
+  for time in first second; do # the second overwrites the first
+    echo "== $time start"
+    latency eagle3-8b-start llama-3.1-8b --max-num-seqs 32 --max-model-len 2048 --batch-sizes 1 --repeats 1 -sc "$eagle3"
+  done
+}
+
+blocks() {
+  latency dflash-8b llama-3.1-8b $(rows 32 1,8,32 4096) -sc "$(drafter dflash dflash-llama-3.1-8b 15 3.5)"
+  latency dspark-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$(drafter dspark dspark-llama-3.1-8b 7 3.5)"
+}
+
+tests() {
+  "$python" -m pytest -m gpu -n 8 -rs -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
+}
+
+case "$part" in
+  tests | bench | start | blocks) "$part" ;;
+  all)
+    bench
+    start
+    blocks
+    tests
+    ;;
+  *)
+    echo "unknown part '$part'; known: tests, bench, start, blocks, all" >&2
+    exit 2
+    ;;
+esac
 exit "$failed"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from draftloop.graphs.phase import Phase
 
@@ -20,18 +23,39 @@ CEILINGS = {"NVIDIA H200": Ceiling(bytes_per_s=4.3e12, flops_per_s=790e12)}
 """By device name: copy bandwidth (read and write counted) and bf16 matrix rate on random data."""
 
 
-def floor_ms(phases: Iterable[Phase], ceiling: Ceiling, *, rows: int, context: int) -> float:
-    """Milliseconds for these phases in order, at `context` tokens per row.
+def ceiling_of(device: torch.device, dtype: torch.dtype) -> Ceiling:
+    """From the list, or else measured now: reading memory, and multiplying matrices of this type. Takes a second."""
+    on_gpu = device.type == "cuda"
+    if on_gpu and (known := CEILINGS.get(torch.cuda.get_device_name(device))):
+        return known
+    num_bytes, size = (2**31, 8192) if on_gpu else (2**28, 1024)
+    data = torch.ones(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+    bytes_per_s = num_bytes / _least_s(data.sum, on_gpu)
+    del data
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    return Ceiling(bytes_per_s=bytes_per_s, flops_per_s=2 * size**3 / _least_s(lambda: matrix @ matrix, on_gpu))
 
-    Each phase waits for the one before it, so their floors add up.
+
+def _least_s(call: Callable[[], object], on_gpu: bool) -> float:
+    """Of a few runs, since whatever disturbs them only adds."""
+    found = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def floor_ms(phase: Phase, ceiling: Ceiling, *, rows: int, context: float) -> float:
+    """Milliseconds that one run needs at `context` tokens per row: weights once, and the cache of every row, or the
+    operations of all tokens, whichever takes longer.
+
+    Phases wait for each other, so the floor of a chain is the sum of its parts'.
     """
-    total = 0.0
-    for phase in phases:
-        if phase.parts:
-            total += floor_ms(phase.parts, ceiling, rows=rows, context=context) / 1e3
-            continue
-        tokens = rows * (phase.tokens_per_row or 1)
-        cost = phase.cost
-        moved = cost.weight_bytes + rows * context * cost.cache_bytes
-        total += max(moved / ceiling.bytes_per_s, tokens * cost.flops / ceiling.flops_per_s)
-    return total * 1e3
+    if phase.parts:
+        return sum(floor_ms(part, ceiling, rows=rows, context=context) for part in phase.parts)
+    cost, tokens = phase.cost, rows * (phase.tokens_per_row or 1)
+    moved = cost.weight_bytes + rows * context * cost.cache_bytes
+    return max(moved / ceiling.bytes_per_s, tokens * cost.flops / ceiling.flops_per_s) * 1e3

@@ -11,7 +11,6 @@ from cyclopts import App
 from draftloop.bench import prompts as prompt_sets
 from draftloop.cli.options import (
     DECIMALS,
-    FLAG,
     NAMES,
     NUMBERS,
     at_least_one,
@@ -39,9 +38,9 @@ def latency(
     output_tokens: int = 128,
     repeats: int = 3,
     out: Path = Path("docs/numbers"),
-    trace: FLAG = False,
+    trace: Path | None = None,
 ) -> None:
-    """Time per token and per iteration of decoding, at fixed batch sizes.
+    """Time per iteration of decoding and per phase of it, against the hardware's floor, at fixed batch sizes.
 
     Parameters
     ----------
@@ -56,14 +55,10 @@ def latency(
     out:
         Folder for the results.
     trace:
-        Write a profiler trace beside the results too.
+        File for a Chrome trace of a few iterations of the first batch size, .json or .json.gz.
     """
-    for name, value in (("batch-sizes", min(batch_sizes, default=0)), ("prompt-tokens", prompt_tokens)):
-        if value < 1:
-            raise ConfigError(f"--{name} is {value}; it must be at least 1")
-    for name, value, least in (("output-tokens", output_tokens, 2), ("repeats", repeats, 1)):
-        if value < least:
-            raise ConfigError(f"--{name} is {value}; it must be at least {least}")
+    at_least_one(batch_sizes=min(batch_sizes, default=0), prompt_tokens=prompt_tokens, repeats=repeats)
+    _check_answers(output_tokens, trace)
     config = config_from({**values, "max_num_seqs": max(values["max_num_seqs"], *batch_sizes)})
     from draftloop.bench.latency import run_latency
 
@@ -76,6 +71,86 @@ def latency(
         out=out,
         trace=trace,
     )
+
+
+@command(bench, "throughput", [*engine_options(), *speculation_options()])
+def throughput(
+    values: dict[str, Any],
+    *,
+    concurrency: Annotated[tuple[int, ...], NUMBERS] = (1, 8, 32),
+    num_requests: int = 64,
+    prompts: str | None = None,
+    prompt_tokens: int = 512,
+    output_tokens: int = 128,
+    temperature: float = 0.0,
+    repeats: int = 3,
+    out: Path = Path("docs/numbers"),
+    trace: Path | None = None,
+) -> None:
+    """Tokens per second and latencies of requests that come and go, at fixed numbers of them at a time.
+
+    Parameters
+    ----------
+    concurrency:
+        Requests that are open at the same time, such as 1,8,32; --max-num-seqs is raised to the largest.
+    num_requests:
+        Requests that are answered at each of them.
+    prompts:
+        A set of prompts, again and again: mt_bench, humaneval, gsm8k; left out, random ids.
+    prompt_tokens:
+        Tokens of each random prompt, and of those whose iterations are timed.
+    output_tokens:
+        Tokens of each answer.
+    temperature:
+        0 is greedy.
+    repeats:
+        Measurements of a steady iteration at each concurrency.
+    out:
+        Folder or file for the results.
+    trace:
+        File for a Chrome trace of a few iterations at the first concurrency, .json or .json.gz.
+    """
+    least = min(concurrency, default=0)
+    at_least_one(concurrency=least, num_requests=num_requests, prompt_tokens=prompt_tokens, repeats=repeats)
+    _check_answers(output_tokens, trace)
+    if prompts is not None:
+        check_known("prompt set", [prompts], prompt_sets.NAMES)
+    params = SamplingParams(temperature=temperature, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+    config = config_from({**values, "max_num_seqs": max(values["max_num_seqs"], *concurrency)})
+    from draftloop.bench.throughput import run_throughput
+
+    run_throughput(
+        config,
+        concurrency=concurrency,
+        num_requests=num_requests,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        params=params,
+        repeats=repeats,
+        out=out,
+        trace=trace,
+    )
+
+
+@bench.command
+def report(folder: Path = Path("docs/numbers"), /) -> None:
+    """Write the page of numbers, h200.md, from the JSON files in a folder.
+
+    Parameters
+    ----------
+    folder:
+        Where the files are, and the page will be.
+    """
+    from draftloop.bench.report import write_page
+
+    print(write_page(folder))
+
+
+def _check_answers(output_tokens: int, trace: Path | None) -> None:
+    if output_tokens < 2:
+        raise ConfigError(f"--output-tokens is {output_tokens}; it must be at least 2")
+    if trace is not None and not trace.name.endswith((".json", ".json.gz")):
+        raise ConfigError(f"--trace is {str(trace)!r}; its name must end with .json or .json.gz")
 
 
 @command(bench, "acceptance", [*target_options(), *speculation_options(with_model=False)])

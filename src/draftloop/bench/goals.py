@@ -1,0 +1,77 @@
+"""What is aimed at on one H200, and what others reach there: the rows of docs/numbers/h200.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GPU = "NVIDIA H200"
+PROMPT_TOKENS = 512
+
+SOURCE = f"""\
+vLLM 0.26.0 and SGLang 0.5.17 were measured on the same kind of GPU in November 2026 with the method of `tpot_ms`:
+shapes without weights, bf16, {PROMPT_TOKENS} random prompt tokens, forced acceptance; (time for 16 + n tokens - time
+for 16) / n over the whole batch, n = 64 to 128, median of 3, times the acceptance length. SGLang ran with its overlap
+scheduler; of its attention backends the faster one counts in each row."""
+
+FLOOR_CONTEXT = 1024
+"""Tokens per row that `Goal.floor` is for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """One line of the table. Times in ms, start-up in s; text where a peer was measured more than once."""
+
+    what: str
+    method: str
+    k: int
+    batch: int | None
+    model: str = "llama-3.1-8b"
+    metric: str = "iteration_ms"
+    vllm: float | str | None = None
+    sglang: float | str | None = None
+    floor: float | None = None
+    target: float | None = None
+    stretch: float | None = None
+
+
+GOALS = (
+    Goal(
+        what="plain decode, per token", method="none", k=0, batch=1,
+        vllm=4.92, sglang=4.81, floor=3.52, target=4.1, stretch=3.8,
+    ),
+    Goal(
+        what="EAGLE-3 K=5, iteration", method="eagle3", k=5, batch=1,
+        vllm=7.78, sglang=6.51, floor=4.42, target=5.1, stretch=4.8,
+    ),
+    Goal(
+        what="EAGLE-3 K=5, iteration", method="eagle3", k=5, batch=8,
+        vllm=8.27, sglang=7.21, floor=4.67, target=5.7, stretch=5.2,
+    ),
+    Goal(
+        what="EAGLE-3 K=5, iteration", method="eagle3", k=5, batch=32,
+        vllm=10.75, sglang=9.37, floor=5.54, target=7.2, stretch=6.5,
+    ),
+    Goal(
+        what="EAGLE-3 K=5, iteration", method="eagle3", k=5, batch=128,
+        vllm=27.25, sglang=26.26, floor=16.4, target=21, stretch=18.5,
+    ),
+    Goal(
+        what="1B draft model K=4, iteration", method="draft_model", k=4, batch=1,
+        vllm=14.80, sglang=10.80, floor=5.8, target=6.8, stretch=6.4,
+    ),
+    Goal(
+        what="1B draft model K=4, iteration", method="draft_model", k=4, batch=32,
+        vllm=16.81, sglang=13.85, floor=7.8, target=10, stretch=9,
+    ),
+    Goal(
+        what="SmolLM2-135M, EAGLE-3 K=5, iteration", model="smollm2-135m-shape", method="eagle3", k=5, batch=1,
+        target=0.9, stretch=0.6,
+    ),
+    Goal(
+        what="start-up, every graph captured, s", method="eagle3", k=5, batch=None, metric="startup_s",
+        vllm="69-181", sglang="53-60", target=20, stretch=10,
+    ),
+    Goal(what="time to first token, plain", method="none", k=0, batch=1, metric="ttft_ms"),
+    Goal(what="time to first token, EAGLE-3 K=5", method="eagle3", k=5, batch=1, metric="ttft_ms"),
+    Goal(what="time to first token, 1B draft model K=4", method="draft_model", k=4, batch=1, metric="ttft_ms"),
+)  # fmt: skip

@@ -1,0 +1,296 @@
+"""A batch in which every row decodes and none ends: what an iteration takes there, and each phase of it.
+
+Iterations are timed as the engine runs them, by the host's clock. Phases are then run one by one over the same
+rows, each at its real length and with its real cache: padding rows would attend to nothing and look fast.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from draftloop.bench.roofline import Ceiling, floor_ms
+from draftloop.engine.llm import LLM
+from draftloop.errors import CapacityError, ConfigError
+from draftloop.graphs.phase import Phase
+from draftloop.graphs.ring import RING_SLOTS
+from draftloop.request import SamplingParams
+from draftloop.scheduler.batch import Stage
+
+WARM_STEPS = 3
+PHASE_ROUNDS = 12
+"""How often each phase is timed by itself."""
+HEAD_START_CYCLES = 4_000_000
+"""About 2 ms in which the host enqueues phases, so that the device never waits for it between two of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iterations:
+    """A stretch of steady iterations."""
+
+    ms: float
+    """Per iteration."""
+    runs: Mapping[str, float]
+    """How often an iteration ran each phase. What a chain runs is counted as its parts."""
+    chain: str | None
+    """The phase that ran all of them as one graph, if there was one."""
+    launches: float
+    """Graphs that the host launched per iteration."""
+    eager_runs: int
+    num_accepted: int
+    num_drafted_steps: int
+    context: float
+    """Tokens per row, on average over rows and iterations."""
+
+    @property
+    def phases(self) -> list[str]:
+        """What one iteration runs, as often as it does; without what less than half of them run."""
+        return [name for name, count in self.runs.items() for _ in range(round(count))]
+
+
+def iterations_to_measure(llm: LLM, output_tokens: int) -> int:
+    """As many as make that many tokens if every draft is accepted, and with a device loop a whole one at least."""
+    loop = llm.engine.core.worker.loop
+    whole = min(loop.max_iterations, RING_SLOTS) if loop else 4
+    return max(output_tokens // (1 + llm.engine.core.worker.num_drafts), whole)
+
+
+class SteadyBatch:
+    """Random prompts that decode until the context is left. The engine must be idle, and is idle again after it."""
+
+    def __init__(self, llm: LLM, rows: int, *, prompt_tokens: int, num_iterations: int, seed: int = 0) -> None:
+        """`num_iterations` is how many `measure` will be asked for in all.
+
+        Raises ConfigError if they do not fit the model, and on entering CapacityError if the rows do not fit.
+        """
+        self.llm, self.rows, self.core, self.table = llm, rows, llm.engine.core, llm.engine.table
+        self._random = random.Random(seed)
+        # the device may be ahead of the host when the clock stops
+        ahead = RING_SLOTS if self.core.worker.loop else self.core.pipeline_depth
+        iterations = WARM_STEPS + num_iterations + ahead + 1 + 2 * PHASE_ROUNDS
+        self._prompt_tokens, self._max_tokens = prompt_tokens, iterations * (1 + self.core.worker.num_drafts)
+        limit = self.core.scheduler.max_model_len
+        if prompt_tokens + self._max_tokens > limit:
+            raise ConfigError(
+                f"{iterations} iterations behind {prompt_tokens} prompt tokens can make {self._max_tokens} tokens, "
+                f"which exceeds max_model_len {limit}; raise it, lower --output-tokens or --prompt-tokens, or repeat "
+                "fewer steps with --device-loop"
+            )
+
+    def __enter__(self) -> SteadyBatch:
+        params = SamplingParams(temperature=0, max_tokens=self._max_tokens, ignore_eos=True, detokenize=False)
+        vocab = range(self.core.vocab_size)
+        for _ in range(self.rows):
+            prompt = self._random.choices(vocab, k=self._prompt_tokens)
+            self.core.add(self.llm._next_id(), prompt, params)
+        scheduler = self.core.scheduler
+        while scheduler.waiting or any(sequence.stage is not Stage.DECODE for sequence in scheduler.running):
+            num_waiting = len(scheduler.waiting)
+            self.core.step()
+            if num_waiting == len(scheduler.waiting) > 0 and all(s.stage is Stage.DECODE for s in scheduler.running):
+                found = len(scheduler.running)
+                self._end()
+                raise CapacityError(
+                    f"only {found} of {self.rows} rows of {self._prompt_tokens + self._max_tokens} tokens fit; raise "
+                    "--max-num-seqs or --gpu-memory-utilization, or measure smaller batches"
+                )
+        for _ in range(WARM_STEPS):
+            self.core.step()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self.core.close()
+        for sequence in [*self.core.scheduler.running, *self.core.scheduler.waiting]:
+            self.core.abort(sequence.request_id)
+
+    # ---- iterations -------------------------------------------------------------------------
+
+    def measure(self, num_iterations: int) -> Iterations:
+        """Time the next iterations. Every step of the engine commits one, whoever launched it."""
+        stats = self.core.stats
+        accepted, drafted, context = stats.num_accepted_tokens, stats.num_spec_steps, self._known_tokens()
+        self.table.reset_counts()
+        begin = time.perf_counter()
+        for _ in range(num_iterations):
+            self.core.step()
+        elapsed = time.perf_counter() - begin
+        report = self.table.report()
+        counts = Counter(report.replays) + Counter(report.eager_runs)
+        runs: Counter[str] = Counter()
+        chain = None
+        for name, count in counts.items():
+            parts = self.table.phases[name].parts
+            chain = name if parts else chain
+            for part in parts or (self.table.phases[name],):
+                runs[part.name] += count
+        by_loops = sum(loop.iterations - loop.launches for loop in report.loops)
+        return Iterations(
+            ms=elapsed / num_iterations * 1e3,
+            runs={name: count / num_iterations for name, count in runs.items()},
+            chain=chain,
+            launches=(sum(report.replays.values()) - by_loops) / num_iterations,
+            eager_runs=sum(report.eager_runs.values()),
+            num_accepted=stats.num_accepted_tokens - accepted,
+            num_drafted_steps=stats.num_spec_steps - drafted,
+            context=(context + self._known_tokens()) / 2,
+        )
+
+    def _known_tokens(self) -> float:
+        return statistics.mean(s.num_prompt + len(s.output_ids) for s in self.core.scheduler.running)
+
+    # ---- phases -----------------------------------------------------------------------------
+
+    def time_phases(self, iterations: Iterations) -> tuple[dict[str, list[float]], float]:
+        """Milliseconds of each phase of those iterations, and of their chain, run after run; and tokens per row.
+
+        A phase that less than half of the iterations ran (plain decoding where nothing was drafted) is left out.
+        Rows go on decoding, so the context grows as in serving, but the host learns nothing of it: no iteration can
+        be measured in this batch afterwards.
+        """
+        self.run_phases(iterations)  # a tape is recorded on its first use
+        before, names = self._device_tokens(), iterations.phases
+        found: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(PHASE_ROUNDS):
+            calls = [partial(self._run, name) for name in names]
+            for name, ms in zip(names, time_calls(calls, self.core.worker.device), strict=True):
+                found[name].append(ms)
+        if (chain := iterations.chain) is not None:
+            found[chain] = time_calls([partial(self._run, chain)] * PHASE_ROUNDS, self.core.worker.device)
+        return found, (before + self._device_tokens()) / 2
+
+    def run_phases(
+        self, iterations: Iterations, surround: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """Run the phases of an iteration one by one, each inside `surround(name)`; see `time_phases`."""
+        self.core.close()
+        self.table.recorder.order_after_loop()
+        for name in iterations.phases:
+            with surround(name):
+                self._run(name)
+
+    @torch.inference_mode()
+    def _run(self, name: str) -> None:
+        """Over the batch as it stands: the rows' numbers and what earlier phases left are in place."""
+        self.table.run(name, self.rows)
+
+    def _device_tokens(self) -> float:
+        rows = [sequence.row for sequence in self.core.scheduler.running]
+        return self.core.worker.state.num_tokens_M[rows].float().mean().item()
+
+
+def time_calls(calls: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
+    """Milliseconds of each call when they run one after another; on a GPU between events that surround it."""
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for call in calls:
+            call()
+            marks.append(time.perf_counter())
+        return [(end - begin) * 1e3 for begin, end in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    torch.cuda._sleep(HEAD_START_CYCLES)
+    events[0].record()
+    for call, event in zip(calls, events[1:], strict=True):
+        call()
+        event.record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) for begin, end in pairwise(events)]
+
+
+# ---- rows -----------------------------------------------------------------------------------
+
+
+def measure_steady(
+    llm: LLM, rows: int, ceiling: Ceiling, *, prompt_tokens: int, output_tokens: int, repeats: int
+) -> list[dict[str, Any]]:
+    """The row `iteration_ms`, then a row `phase_ms` for each phase of it and for the chain that runs them all.
+
+    `repeats` batches of `rows` are measured after one that warms up; phases in the last. Raises as `SteadyBatch`.
+    """
+    number = iterations_to_measure(llm, output_tokens)
+    stretches: list[Iterations] = []
+    times: dict[str, list[float]] = {}
+    context = 0.0
+    for repeat in range(1 + repeats):
+        with SteadyBatch(llm, rows, prompt_tokens=prompt_tokens, num_iterations=number, seed=repeat) as batch:
+            stretches.append(batch.measure(number))
+            if repeat == repeats:
+                times, context = batch.time_phases(stretches[-1])
+    return [
+        _iteration_row(llm, rows, ceiling, stretches[1:]),
+        *_phase_rows(llm, rows, ceiling, stretches[-1], times, context),
+    ]
+
+
+def _iteration_row(llm: LLM, rows: int, ceiling: Ceiling, stretches: Sequence[Iterations]) -> dict[str, Any]:
+    last, phases = stretches[-1], llm.engine.table.phases
+    floor = sum(
+        count * floor_ms(phases[name], ceiling, rows=rows, context=last.context) for name, count in last.runs.items()
+    )
+    steps = sum(stretch.num_drafted_steps for stretch in stretches)
+    accepted = sum(stretch.num_accepted for stretch in stretches)
+    return {
+        "metric": "iteration_ms",
+        "batch": rows,
+        "acceptance_length": round(1 + accepted / steps, 3) if steps else 1.0,
+        **against_floor([stretch.ms for stretch in stretches], floor),
+        "context": round(last.context),
+        "launches": round(statistics.mean(stretch.launches for stretch in stretches), 4),
+        "eager_runs": sum(stretch.eager_runs for stretch in stretches),
+    }
+
+
+def _phase_rows(
+    llm: LLM, rows: int, ceiling: Ceiling, last: Iterations, times: Mapping[str, list[float]], context: float
+) -> list[dict[str, Any]]:
+    def row(phase: Phase, runs: float) -> dict[str, Any]:
+        floor = floor_ms(phase, ceiling, rows=rows, context=context)
+        return {
+            "metric": "phase_ms",
+            "phase": phase.name,
+            "batch": rows,
+            "chain": bool(phase.parts),
+            "runs": round(runs, 3),
+            **against_floor(times.get(phase.name, []), floor),
+            "context": round(context),
+        }
+
+    runs = dict(last.runs) | ({last.chain: 1.0} if last.chain else {})
+    return [row(llm.engine.table.phases[name], count) for name, count in runs.items()]
+
+
+def against_floor(values: Sequence[float], floor: float) -> dict[str, float | None]:
+    """Median and spread in ms, the floor and how many times that is; None for what was not measured or has none."""
+    median = statistics.median(values) if values else None
+    return {
+        **spread(values),
+        "floor": _rounded(floor or None),
+        "ratio": round(median / floor, 3) if median is not None and floor else None,
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Median, least and most; None of no values."""
+    if not values:
+        return dict.fromkeys(("value", "min", "max"))
+    return {"value": _rounded(statistics.median(values)), "min": _rounded(min(values)), "max": _rounded(max(values))}
+
+
+def _rounded(value: float | None) -> float | None:
+    """Four decimals, and more of what is small (a tiny model's floor)."""
+    return None if value is None else round(value, 4) if value >= 0.1 else float(f"{value:.3g}")
