@@ -321,7 +321,7 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
         "mtp": [{"method": "mtp", "num_speculative_tokens": 3}],
         "scripted": [{"method": "scripted", "script": repeat_suffix, "num_speculative_tokens": 3}],
         "suffix": [
-            {"method": "suffix", "num_speculative_tokens": 3},
+            {"method": "suffix", "num_speculative_tokens": 3, "suffix_decoding_max_cached_requests": 0},
             {
                 "method": "suffix",
                 "num_speculative_tokens": 4,

@@ -224,6 +224,8 @@ def sampled(temperature: float = 1.0, **options) -> SamplingParams:
 @pytest.mark.parametrize(("name", "index"), LOSSLESS)
 def test_a_seed_gives_the_same_tokens_alone_and_beside_neighbours(name, index):
     llm = drafting(name, index, poison=True)
+    if llm.engine.drafter.remembers:
+        pytest.skip("what it drafts depends on earlier requests")
     asked = prompts(5)
     alone = answers(llm.generate(asked[2], sampled()))[0]
     again = answers(llm.generate(asked[2], sampled()))[0]

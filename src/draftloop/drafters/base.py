@@ -71,6 +71,8 @@ class Rounds:
     """Over the rows whose prompt has just ended; leaves the first drafts in the row state."""
     next: tuple[str, ...] = ()
     """Over the decoding rows after each acceptance; leaves the next drafts in the row state."""
+    host: tuple[str, ...] = ()
+    """Over the decoding rows before each verify, once `draft_on_host` has been asked (`on_host` drafters)."""
     plain: tuple[str, ...] | None = None
     """Instead of `next` after a step in which no row had drafts to verify, so that the target ran one
     token per row; None: the same as `next`."""
@@ -93,9 +95,12 @@ class Observed:
 class HostRow:
     """What a drafter that works on the host sees of a row."""
 
+    number: int
+    """Counts the engine's requests; ids may be used again."""
     request_id: str
     token_ids: list[int]
     """Prompt and accepted tokens, the bonus token included."""
+    num_prompt: int
     max_drafts: int
     """Drafts that fit before the row's length limit, at most K."""
 
@@ -149,6 +154,11 @@ class Drafter(ABC):
         return self.samples and self.spec.draft_sample_method != "greedy"
 
     @property
+    def remembers(self) -> bool:
+        """Drafts depend on earlier requests too, so that a seed repeats a request's distribution, not its tokens."""
+        return False
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         """Target layers whose inputs the drafter reads, from the buffer `aux_hidden`, side by side in this order.
 
@@ -187,9 +197,12 @@ class Drafter(ABC):
     def rounds(self, *, sampled: bool) -> Rounds:
         """When the phases run. `sampled`: some row of the batch has a temperature above 0."""
 
-    def host_inputs(self, rows: Sequence[HostRow]) -> Mapping[str, Tensor]:
-        """Inputs that only the host can make for the phases of a round (`on_host` drafters)."""
-        return {}
+    def draft_on_host(self, rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
+        """Drafts of all decoding rows, at most `max_drafts` each (`on_host` drafters).
+
+        The phases of `Rounds.host` find them in the slot `host_drafts`; see drafters/host.py.
+        """
+        raise NotImplementedError
 
     def observe(self, rows: Sequence[Observed]) -> None:
         """Take the states of a committed step (drafters that `observes`); each token comes once, in order."""

@@ -77,7 +77,7 @@ class Worker:
             self._run_prompts(plan.chunks, flight)
         if plan.decodes:
             self._run_decodes(plan.decodes, flight)
-        if self.num_drafts and not self.overlaps and not self._drafts_on_host:
+        if self.num_drafts and not self.overlaps and not self._on_host:
             flight.copy("has_drafts", self.state.drafts_MK[:, 0] != NO_DRAFT)
         flight.launched()
         return flight
@@ -108,7 +108,7 @@ class Worker:
         for phase in self._rounds(kind).prompt:
             run(phase, num_rows, tokens=num_tokens)
         drafting = [sequence.row for sequence in ending if sequence.speculation]
-        if drafting and not self._drafts_on_host:
+        if drafting:
             self._write_rows(drafting)
             for phase in self._rounds(kind).first:
                 run(phase, len(drafting))
@@ -123,28 +123,37 @@ class Worker:
         if num_drafts == self.num_drafts and self.table.covers(whole, num_rows):
             flight.copy("outcome", run(whole, num_rows)["outcome"])
             return
-        if num_drafts and self._drafts_on_host:
-            assert self.drafter is not None
-            for name, value in self.drafter.host_inputs([self._host_row(s) for s in sequences]).items():
-                self.table.buffers.write(name, value)
-            for phase in self._rounds(kind).next:
+        rounds = self._rounds(kind)
+        if num_drafts and self._on_host:
+            # right before the verify, when everything accepted so far is known
+            if not self._ask_host(sequences) and not rounds.next:
+                num_drafts = 0  # and nobody else drafts
+            for phase in rounds.host if num_drafts else ():
                 run(phase, num_rows)
         outputs = run(verify_name(num_drafts), num_rows)
         if self.observes:
             flight.copy("hidden", outputs["aux_hidden"].unflatten(0, (num_rows, 1 + num_drafts)))
         flight.copy("outcome", run(accept_name("accept", kind, num_drafts), num_rows)["outcome"])
-        if any(s.speculation for s in sequences) and not self._drafts_on_host:
-            rounds = self._rounds(kind)
+        if any(s.speculation for s in sequences):
             for phase in rounds.next if num_drafts or rounds.plain is None else rounds.plain:
                 run(phase, num_rows)
+
+    def _ask_host(self, sequences: Many[Sequence]) -> bool:
+        """Let the drafter draft on the host. False if it has nothing for any row."""
+        assert self.drafter is not None
+        drafts_RK = torch.full((len(sequences), self.num_drafts), NO_DRAFT, dtype=torch.int32)
+        drafts = self.drafter.draft_on_host([self._host_row(sequence) for sequence in sequences])
+        for row_K, ids in zip(drafts_RK, drafts, strict=True):
+            row_K[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        self.table.buffers.write("host_drafts", self._stage(drafts_RK))
+        return any(drafts)
 
     def _num_drafts(self, plan: StepPlan) -> int:
         """Drafts to verify. Where nothing was drafted for the whole batch, it costs what plain decoding costs."""
         return self.num_drafts if any(s.speculation and s.has_drafts for s in plan.decodes) else 0
 
     @property
-    def _drafts_on_host(self) -> bool:
-        """Such a drafter runs right before the verify, when everything accepted so far is known."""
+    def _on_host(self) -> bool:
         return self.drafter is not None and self.drafter.on_host
 
     def _rounds(self, kind: SamplingKind) -> Rounds:
@@ -154,7 +163,13 @@ class Worker:
         token_ids = sequence.prompt_ids + sequence.output_ids
         room = sequence.max_total - len(token_ids) - 1
         allowed = self.num_drafts if sequence.speculation else 0
-        return HostRow(request_id=sequence.request_id, token_ids=token_ids, max_drafts=max(min(allowed, room), 0))
+        return HostRow(
+            number=sequence.number,
+            request_id=sequence.request_id,
+            token_ids=token_ids,
+            num_prompt=sequence.num_prompt,
+            max_drafts=max(min(allowed, room), 0),
+        )
 
     def _write_rows(self, rows: list[int]) -> None:
         """Row numbers stay where they are while the same rows run on: a steady step copies nothing."""
