@@ -37,7 +37,7 @@ eagle3="$(drafter eagle3 eagle3-llama-3.1-8b 5 3.5)"
 bench() {
   latency eagle3-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$eagle3"
   latency none-8b llama-3.1-8b $(rows 32 1,8,32)
-  latency draft-model-8b-1b llama-3.1-8b $(rows 32 1,32) -sc "$(drafter draft_model llama-3.2-1b 4 3.0)"
+  latency draft-model-8b-1b llama-3.1-8b $(rows 32 1,8,32) -sc "$(drafter draft_model llama-3.2-1b 4 3.0)"
   latency eagle3-smollm2 smollm2-135m-shape $(rows 1 1) -sc "$(drafter eagle3 eagle3-smollm2-135m 5 3.5)"
   latency eagle3-8b-b128 llama-3.1-8b $(rows 128 128) -sc "$eagle3" --repeats 2
 }

@@ -21,7 +21,7 @@ from draftloop.bench.trace import TRACED, write_trace
 from draftloop.engine.llm import LLM
 from draftloop.errors import CapacityError, ConfigError
 from draftloop.graphs.phase import Cost, Phase, chain
-from helpers import answers, assert_all_free, engine, greedy, prompts
+from helpers import answers, assert_all_free, engine, example_configs, greedy, prompts
 
 K = 3
 CEILING = Ceiling(bytes_per_s=1e9, flops_per_s=1e12)
@@ -135,6 +135,18 @@ def test_what_runs_eager_is_counted_and_timed():
     assert all(row["value"] > 0 for row in phases.values())
 
 
+@pytest.mark.parametrize("name", sorted(example_configs()))
+def test_every_drafters_phases_can_be_timed(name):
+    llm = engine(speculative_config=example_configs()[name][0], max_model_len=192)
+    with SteadyBatch(llm, 2, prompt_tokens=8, num_iterations=4) as batch:
+        iterations = batch.measure(4)
+        times, _ = batch.time_phases(iterations)
+    assert set(times) == set(iterations.phases)
+    assert {"target.verify", "target.decode"} & set(times)
+    assert all(ms > 0 for values in times.values() for ms in values)
+    assert_all_free(llm)
+
+
 def test_a_phase_that_few_iterations_run_is_listed_without_a_time():
     """Lookup finds nothing in some steps, which then are plain decoding."""
     llm = engine(
@@ -169,6 +181,25 @@ def test_rows_that_do_not_fit_are_refused():
     assert_all_free(llm)
     with pytest.raises(ConfigError, match="which exceeds max_model_len 768"):
         SteadyBatch(llm, 1, prompt_tokens=700, num_iterations=60)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_phases_are_timed_by_events_and_a_loop_is_one_launch(tmp_path):
+    llm = LLM("smollm2-135m-shape", load_format="dummy", max_model_len=2048, max_num_seqs=2, device="cuda",
+              cudagraph_capture_sizes=(2,), speculative_config={**EAGLE, "model": "eagle3-smollm2-135m"})  # fmt: skip
+    try:
+        step, phases = measured(llm)
+        assert step["eager_runs"] == 0
+        if llm.engine.core.worker.loop:
+            assert step["launches"] == pytest.approx(1 / 64)
+        parts = sum(row["runs"] * row["value"] for row in phases.values() if not row["chain"])
+        assert phases["iteration"]["value"] < 1.1 * parts
+        assert phases["iteration"]["value"] < 1.1 * step["value"]
+        write_trace(llm, tmp_path / "trace.json", rows=2, prompt_tokens=16)
+    finally:
+        llm.close()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "kernel" for event in events) > 100
 
 
 # ---- trace ----------------------------------------------------------------------------------

@@ -117,6 +117,20 @@ def test_phases_are_shown_where_they_were_measured():
     assert "Phase by phase" not in page(run("a.json", {}))
 
 
+def test_growth_with_the_batch_is_held_against_that_of_the_floor():
+    rows = ({}, {"batch": 32, "value": 9.0, "floor": 5.0}, {"batch": 32, "value": 8.0, "floor": 5.0, "path": "loop"})
+    text = page(run("a.json", *rows))
+    assert line(text, "| llama-3.1-8b, eagle3, K=5 |")[1:] == ["iteration", "3.000", "1.000", "3.00"]
+
+
+def test_what_the_page_does_not_show_does_not_change_it():
+    others = [
+        {"metric": "acceptance_length", "value": 2.0},
+        {"metric": "tokens_per_s", "value": 9.0, "name": "ngram:4"},
+    ]
+    assert page(run("a.json", {}), run("b.json", *others, date="2027-01-02")) == page(run("a.json", {}))
+
+
 def test_where_a_number_comes_from_is_said():
     text = page(run("a.json", {}, dirty=True))
     assert "[a.json](a.json): 2027-01-01, commit 0123456789ab with changes, NVIDIA H200, torch 2.11.0" in text

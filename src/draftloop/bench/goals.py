@@ -13,6 +13,9 @@ shapes without weights, bf16, {PROMPT_TOKENS} random prompt tokens, forced accep
 for 16) / n over the whole batch, n = 64 to 128, median of 3, times the acceptance length. SGLang ran with its overlap
 scheduler; of its attention backends the faster one counts in each row."""
 
+GROWTH = 1.5
+"""From 1 row to 32 an iteration may grow by at most this many times what its floor grows by."""
+
 FLOOR_CONTEXT = 1024
 """Tokens per row that `Goal.floor` is for."""
 
@@ -70,6 +73,12 @@ GOALS = (
     Goal(
         what="start-up, every graph captured, s", method="eagle3", k=5, batch=None, metric="startup_s",
         vllm="69-181", sglang="53-60", target=20, stretch=10,
+    ),
+    Goal(what="plain decode, per token", method="none", k=0, batch=8, sglang=5.08, floor=3.74),
+    Goal(what="plain decode, per token", method="none", k=0, batch=32, vllm=5.86, sglang=5.81, floor=4.49),
+    Goal(
+        what="1B draft model K=4, iteration", method="draft_model", k=4, batch=8,
+        vllm=13.99, sglang=11.69, floor=6.3,
     ),
     Goal(what="time to first token, plain", method="none", k=0, batch=1, metric="ttft_ms"),
     Goal(what="time to first token, EAGLE-3 K=5", method="eagle3", k=5, batch=1, metric="ttft_ms"),

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftloop.bench.goals import FLOOR_CONTEXT, GOALS, GPU, PROMPT_TOKENS, SOURCE, Goal
+from draftloop.bench.goals import FLOOR_CONTEXT, GOALS, GPU, GROWTH, PROMPT_TOKENS, SOURCE, Goal
 from draftloop.bench.steady_view import launches, number, per_iteration
 from draftloop.errors import ConfigError
 
 PAGE = "h200.md"
 NOT_YET = "not measured yet"
+SHOWN = ("iteration_ms", "startup_s", "ttft_ms", "tokens_per_s")
 OF_THE_MACHINE = ("--out", "--trace")
 """Options whose values are files of whoever measured."""
 Row = dict[str, Any]
@@ -82,6 +83,8 @@ def make_page(runs: Sequence[Run]) -> str:
     phased = [found for found in steps if _phases(found)]
     speeds = [found for found in latest if found.row["metric"] == "tokens_per_s"]
     sections = [_head(), _goal_table(goals)]
+    if growth := _growth_rows(latest):
+        sections.append(_GROWTH_HEAD + _table(["", *_GROWTH_COLUMNS], growth))
     if others:
         sections.append("## What else was measured\n\n" + _other_table(others))
     if phased:
@@ -96,11 +99,11 @@ def make_page(runs: Sequence[Run]) -> str:
 
 
 def newest_rows(runs: Sequence[Run]) -> list[Found]:
-    """Of each measurement the row that counts most; phases belong to the iterations of their file."""
+    """Of each measurement that the page shows the row that counts most; phases belong to their file's iterations."""
     found: dict[tuple, Found] = {}
     for run in runs:
         for row in run.rows:
-            if row["metric"] != "phase_ms" and "model" in row:
+            if row["metric"] in SHOWN and (row["metric"] != "tokens_per_s" or "num_requests" in row):
                 found.setdefault(_key(row), Found(row=row, run=run))
     return sorted(found.values(), key=lambda one: _key(one.row))
 
@@ -162,6 +165,30 @@ def _measured(found: Found | None, target: float | None) -> list[str]:
     value = row["value"]
     to_target = "-" if target is None else "met" if value <= target else f"+{value - target:.2f}"
     return [f"**{_short(value)}**", to_target, *_floor(row), row["path"], _launches(row), _link(found.run)]
+
+
+_GROWTH_HEAD = f"""\
+## Growth with the batch
+
+What an iteration takes longer at 32 rows than at 1; at most {GROWTH} times what its floor does is the goal.
+
+"""
+_GROWTH_COLUMNS = ("path", "growth, ms", "floor's growth", "ratio")
+
+
+def _growth_rows(latest: Sequence[Found]) -> list[list[str]]:
+    """Of each path that was measured at both sizes."""
+    steps = [found.row for found in latest if found.row["metric"] == "iteration_ms" and found.row.get("floor")]
+    rows = []
+    for one in (row for row in steps if row["batch"] == 1):
+        same = [row for row in steps if all(row[name] == one[name] for name in ("model", "method", "k", "path"))]
+        for many in (row for row in same if row["batch"] == 32 and row["drafter"] == one["drafter"]):
+            growth, floor = many["value"] - one["value"], many["floor"] - one["floor"]
+            ratio = f"{growth / floor:.2f}" if floor > 0 else "-"
+            rows.append(
+                [f"{one['model']}, {one['method']}, K={one['k']}", one["path"], number(growth), number(floor), ratio]
+            )
+    return rows
 
 
 def _other_table(others: Sequence[Found]) -> str:

@@ -60,10 +60,11 @@ class Iterations:
 
 
 def iterations_to_measure(llm: LLM, output_tokens: int) -> int:
-    """As many as make that many tokens if every draft is accepted, and with a device loop a whole one at least."""
+    """As many as make that many tokens if every draft is accepted; with a device loop, whole loops."""
     loop = llm.engine.core.worker.loop
-    whole = min(loop.max_iterations, RING_SLOTS) if loop else 4
-    return max(output_tokens // (1 + llm.engine.core.worker.num_drafts), whole)
+    whole = min(loop.max_iterations, RING_SLOTS) if loop else 1
+    least = max(output_tokens // (1 + llm.engine.core.worker.num_drafts), 4)
+    return -(-least // whole) * whole
 
 
 class SteadyBatch:

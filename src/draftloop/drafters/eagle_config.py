@@ -276,7 +276,7 @@ def _preset(target: str, draft_vocab_size: int, max_position_embeddings: int) ->
 
 HEAD_PRESETS: dict[str, EagleConfig] = {
     "eagle3-llama-3.1-8b": _preset("llama-3.1-8b", 32_000, 131_072),
-    "eagle3-smollm2-135m": replace(_preset("smollm2-135m-shape", 49_152, 8192), has_map=False),
+    "eagle3-smollm2-135m": _preset("smollm2-135m-shape", 8192, 8192),
     "eagle3-tiny": replace(_preset("tiny", 64, 1024), layer_ids=(0, 1, 2)),
 }
 """Shapes without weights, for benchmarks and tests with `load_format="dummy"`."""
