@@ -43,17 +43,19 @@ def fill(head: Head, folder: Path, names: Mapping[str, str], *, vocab_size: int,
             head.target_ids_W.copy_(target_ids(read(names["d2t"]), vocab_size=vocab_size, name=name))
 
 
-def target_ids(offsets_W: Tensor, *, vocab_size: int, name: str) -> Tensor:
+def target_ids(offsets_W: Tensor, *, vocab_size: int, name: str, tensor: str = "d2t") -> Tensor:
     """int64 [W]: the target's id of each draft id, of which `d2t` keeps the distance. Raises ConfigError."""
     ids_W = torch.arange(offsets_W.shape[0]) + offsets_W.long()
     if outside := ids_W[(ids_W < 0) | (ids_W >= vocab_size)].tolist():
         index = ids_W.tolist().index(outside[0])
         raise ConfigError(
-            f"d2t of {name!r} leads outside of the vocabulary: draft id {index} to {outside[0]}, but the target's ids "
-            f"are 0 to {vocab_size - 1} ({len(outside)} such); the head is probably made for another target"
+            f"{tensor} of {name!r} leads outside of the vocabulary: draft id {index} to {outside[0]}, but the target's "
+            f"ids are 0 to {vocab_size - 1} ({len(outside)} such); the head is probably made for another target"
         )
     if (num := ids_W.unique().numel()) != ids_W.numel():
-        raise ConfigError(f"d2t of {name!r} leads to {num} ids for {ids_W.numel()} draft ids; the export is damaged")
+        raise ConfigError(
+            f"{tensor} of {name!r} leads to {num} ids for {ids_W.numel()} draft ids; the export is damaged"
+        )
     return ids_W
 
 

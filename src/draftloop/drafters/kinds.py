@@ -23,6 +23,8 @@ KINDS = {
 _SKIPPED = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$|^verifier_")
 """Tensors that only training needs."""
 
+_MEDUSA = re.compile(r"^(medusa_heads?\.)?(\d+\.\d+\.(linear\.)?|blocks\.\d+\.layers\.\d+\.)weight$")
+
 
 def plain_name(name: str) -> str:
     """A tensor's name without the wrappers that exports put around it; empty for one that is not needed.
@@ -50,6 +52,8 @@ def kind_of(config: Mapping[str, Any], plain_names: Iterable[str]) -> str | None
     # exports of DSpark drafters may call themselves DFlash
     if nested.get("projector_type") == "dspark" or "markov_head.markov_w1.weight" in names:
         return "dspark"
+    if any(map(_MEDUSA.match, names)):
+        return "medusa"
     for kind in ("dflash", "dspark", "medusa", "mtp"):
         if kind in said:
             return kind
