@@ -22,9 +22,9 @@ PROMISED = {
     "smollm2-135m-draft": ("draft_model", 4, 2.2),
 }
 """Name -> method, K, and mean acceptance length at temperature 0 over all of MT-bench."""
-SLACK = 0.75
+SLACK = 0.7
 """What a few prompts may fall short of all of them."""
-NUM_TOKENS = 32
+NUM_TOKENS = 40
 
 
 def needs(name: str) -> pytest.MarkDecorator:
@@ -53,7 +53,7 @@ def test_a_shipped_drafter_keeps_its_promise_and_the_text(name):
     method, num_drafts, length = PROMISED[name]
     spec = {"method": method, "model": name, "num_speculative_tokens": num_drafts}
     llm = LLM(TARGET, dtype="float32", device="cpu", max_num_seqs=4, max_model_len=512, speculative_config=spec)
-    asked = load_prompts("mt_bench")[:8:2]
+    asked = load_prompts("mt_bench")[::20]  # of four categories
     answers = measure_acceptance(llm, {"mt_bench": asked}, max_tokens=NUM_TOKENS, temperature=0, show_progress=False)
     assert 1 + sum(shares_accepted([answer.histogram for answer in answers])) >= SLACK * length
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
