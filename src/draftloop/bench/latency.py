@@ -61,13 +61,13 @@ def run_latency(
                 llm, batch, ceiling, prompt_tokens=prompt_tokens, output_tokens=output_tokens, repeats=repeats
             )
             rows += _measure_spans(llm, batch, prompt_tokens, output_tokens, repeats)
+        common = {**engine_facts(llm), "prompt": prompt_tokens}
+        rows = [{**common, **row} for row in rows]
+        path = write_numbers(out, rows)
         if trace:
             write_trace(llm, trace, rows=batch_sizes[0], prompt_tokens=prompt_tokens)
-        common = {**engine_facts(llm), "prompt": prompt_tokens}
     finally:
         llm.close()
-    rows = [{**common, **row} for row in rows]
-    path = write_numbers(out, rows)
     _print(rows)
     draw_steady(rows, path.with_suffix(".png"))
     Console().print(f"written to {path}" + (f", trace to {trace}" if trace else ""))

@@ -73,42 +73,54 @@ class SteadyBatch:
     def __init__(self, llm: LLM, rows: int, *, prompt_tokens: int, num_iterations: int, seed: int = 0) -> None:
         """`num_iterations` is how many `measure` will be asked for in all.
 
-        Raises ConfigError if they do not fit the model, and on entering CapacityError if the rows do not fit.
+        Raises ConfigError if their tokens exceed the longest sequence, here or on entering, when it is known how far
+        the first rows got while the last ones' prompts ran; CapacityError if the memory cannot hold all rows.
         """
         self.llm, self.rows, self.core, self.table = llm, rows, llm.engine.core, llm.engine.table
         self._random = random.Random(seed)
         # the device may be ahead of the host when the clock stops
         ahead = RING_SLOTS if self.core.worker.loop else self.core.pipeline_depth
         iterations = WARM_STEPS + num_iterations + ahead + 1 + 2 * PHASE_ROUNDS
-        self._prompt_tokens, self._max_tokens = prompt_tokens, iterations * (1 + self.core.worker.num_drafts)
-        limit = self.core.scheduler.max_model_len
-        if prompt_tokens + self._max_tokens > limit:
-            raise ConfigError(
-                f"{iterations} iterations behind {prompt_tokens} prompt tokens can make {self._max_tokens} tokens, "
-                f"which exceeds max_model_len {limit}; raise it, lower --output-tokens or --prompt-tokens, or repeat "
-                "fewer steps with --device-loop"
-            )
+        self._prompt_tokens, self._needed = prompt_tokens, iterations * (1 + self.core.worker.num_drafts)
+        self._check_room(self.core.scheduler.max_model_len - prompt_tokens)
 
     def __enter__(self) -> SteadyBatch:
-        params = SamplingParams(temperature=0, max_tokens=self._max_tokens, ignore_eos=True, detokenize=False)
+        scheduler = self.core.scheduler
+        room = min(2 * self._needed, scheduler.max_model_len - self._prompt_tokens)
+        params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
         vocab = range(self.core.vocab_size)
         for _ in range(self.rows):
-            prompt = self._random.choices(vocab, k=self._prompt_tokens)
-            self.core.add(self.llm._next_id(), prompt, params)
-        scheduler = self.core.scheduler
-        while scheduler.waiting or any(sequence.stage is not Stage.DECODE for sequence in scheduler.running):
-            num_waiting = len(scheduler.waiting)
-            self.core.step()
-            if num_waiting == len(scheduler.waiting) > 0 and all(s.stage is Stage.DECODE for s in scheduler.running):
-                found = len(scheduler.running)
-                self._end()
-                raise CapacityError(
-                    f"only {found} of {self.rows} rows of {self._prompt_tokens + self._max_tokens} tokens fit; raise "
-                    "--max-num-seqs or --gpu-memory-utilization, or measure smaller batches"
-                )
+            self.core.add(self.llm._next_id(), self._random.choices(vocab, k=self._prompt_tokens), params)
+        try:
+            while scheduler.waiting or any(sequence.stage is not Stage.DECODE for sequence in scheduler.running):
+                self._step_towards_full()
+            self._check_room(min(s.max_total - s.num_prompt - len(s.output_ids) for s in scheduler.running))
+        except BaseException:
+            self._end()
+            raise
         for _ in range(WARM_STEPS):
             self.core.step()
         return self
+
+    def _step_towards_full(self) -> None:
+        running, num_waiting = list(self.core.scheduler.running), len(self.core.scheduler.waiting)
+        idle = all(sequence.stage is Stage.DECODE for sequence in running)
+        self.core.step()
+        if idle and num_waiting == len(self.core.scheduler.waiting) > 0:
+            raise CapacityError(
+                f"only {len(running)} of {self.rows} rows of {running[0].max_total} tokens fit; raise --max-num-seqs "
+                "or --gpu-memory-utilization, or measure smaller batches"
+            )
+        if any(sequence.stage is Stage.FINISHED for sequence in running):
+            self._check_room(0)
+
+    def _check_room(self, room: int) -> None:
+        if room < self._needed:
+            raise ConfigError(
+                f"measuring takes up to {self._needed} tokens after a prompt of {self._prompt_tokens}, but only {room} "
+                f"are left to max_model_len {self.core.scheduler.max_model_len}; raise it, or lower --output-tokens or "
+                "--device-loop"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -75,14 +75,14 @@ def run_throughput(
                 output_tokens=params.max_tokens,
                 repeats=repeats,
             )
-        if trace:
-            write_trace(llm, trace, rows=concurrency[0], prompt_tokens=prompt_tokens)
         asked = {"prompts": prompts or "random", "prompt": prompt_tokens if prompts is None else None}
         common = {**engine_facts(llm), **asked, "output": params.max_tokens, "temperature": params.temperature}
+        rows = [{**common, **row} for row in rows]
+        path = write_numbers(out, rows)
+        if trace:
+            write_trace(llm, trace, rows=concurrency[0], prompt_tokens=prompt_tokens)
     finally:
         llm.close()
-    rows = [{**common, **row} for row in rows]
-    path = write_numbers(out, rows)
     _print(rows)
     _draw(rows, path.with_suffix(".png"))
     Console().print(f"written to {path}" + (f", trace to {trace}" if trace else ""))
