@@ -263,7 +263,7 @@ def _iteration_row(llm: LLM, rows: int, ceiling: Ceiling, stretches: Sequence[It
         "acceptance_length": round(1 + accepted / steps, 3) if steps else 1.0,
         **against_floor([stretch.ms for stretch in stretches], floor),
         "context": round(last.context),
-        "launches": round(statistics.mean(stretch.launches for stretch in stretches), 4),
+        "launches": round(statistics.mean(stretch.launches for stretch in stretches), 6),
         "eager_runs": sum(stretch.eager_runs for stretch in stretches),
     }
 
