@@ -24,12 +24,13 @@ _PACKAGES = ("torch", "triton", "transformers")
 def stamp(command: str | None = None) -> dict[str, Any]:
     """Where a result comes from. `gpu` is None on a machine without one.
 
-    Where the program runs from a copy without its repository, `GIT_SHA` (and `GIT_DIRTY=1`) say
-    which commit it is.
+    Where the program runs from a copy without its repository, perhaps inside of another one, `GIT_SHA`
+    (and `GIT_DIRTY=1`) say which commit it is.
     """
-    sha, dirty = _git("rev-parse", "HEAD"), _dirty()
-    if sha is None and (sha := os.environ.get("GIT_SHA")):
+    if sha := os.environ.get("GIT_SHA"):
         dirty = os.environ.get("GIT_DIRTY", "0") != "0"
+    else:
+        sha, dirty = _git("rev-parse", "HEAD"), _dirty()
     return {
         "command": command or current_command(),
         "gpu": _gpu_name(),
