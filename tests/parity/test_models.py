@@ -13,7 +13,7 @@ import transformers
 from draftloop.attention.base import AttentionBatch
 from draftloop.attention.sdpa import SdpaBackend
 from draftloop.models.config import ModelConfig
-from draftloop.models.dense import DenseDecoder, attention_shape
+from draftloop.models.decoder import Decoder, attention_shapes, cache_specs
 from draftloop.models.loader import load_config, load_model, resolve_model
 
 CPU = torch.device("cpu")
@@ -85,20 +85,20 @@ def make_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
     return reference
 
 
-def load(folder: Path) -> DenseDecoder:
+def load(folder: Path) -> Decoder:
     source = resolve_model(str(folder))
     config = load_config(source)
-    backend = SdpaBackend(attention_shape(config, page_size=PAGE_SIZE, dtype=torch.float32), CPU)
+    backend = SdpaBackend(attention_shapes(config, page_size=PAGE_SIZE, dtype=torch.float32)[0], CPU)
     return load_model(source, config, backend, device=CPU, dtype=torch.float32)
 
 
 def run_chunks(
-    model: DenseDecoder, token_ids: torch.Tensor, chunks: list[int], aux_layers: tuple[int, ...] = ()
+    model: Decoder, token_ids: torch.Tensor, chunks: list[int], aux_layers: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Run a sequence in pieces through shuffled pages; everything that is not written holds NaN."""
-    config = model.config
-    num_layers, heads, head_dim = config.num_layers, config.num_kv_heads, config.head_dim
-    kv = torch.full((num_layers, 2, NUM_PAGES, PAGE_SIZE, heads, head_dim), float("nan"))
+    specs = cache_specs(model.config, torch.float32)
+    caches = [spec.allocate(NUM_PAGES, PAGE_SIZE, CPU).fill_(float("nan")) for spec in specs]
+    kv = model.layer_caches(caches)
     page_table = torch.zeros(3, NUM_TOKENS // PAGE_SIZE + 1, dtype=torch.int32)
     row = 1
     order = torch.randperm(NUM_PAGES - 1, generator=torch.Generator().manual_seed(1)) + 1
@@ -186,7 +186,8 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     expected, _ = run_chunks(load(tmp_path), token_ids, [NUM_TOKENS])
     source = resolve_model(str(tmp_path))
     config = load_config(source)
-    backend = SdpaBackend(attention_shape(config, page_size=PAGE_SIZE, dtype=torch.bfloat16), CPU)
+    (shape,) = attention_shapes(config, page_size=PAGE_SIZE, dtype=torch.bfloat16)
+    backend = SdpaBackend(shape, CPU)
     model = load_model(source, config, backend, device=CPU, dtype=torch.bfloat16)
     kv = torch.zeros(3, 2, NUM_PAGES, PAGE_SIZE, 2, 16, dtype=torch.bfloat16)
     page_table = torch.arange(1, NUM_PAGES, dtype=torch.int32)[None]

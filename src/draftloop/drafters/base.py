@@ -23,7 +23,7 @@ from draftloop.graphs.phase import Phase
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
-from draftloop.models.dense import DenseDecoder
+from draftloop.models.decoder import Decoder, LayerCaches
 from draftloop.models.resolve import LoadFormat
 
 DRAFTERS: dict[str, type[Drafter]] = {}
@@ -162,7 +162,7 @@ class Drafter(ABC):
     def aux_layers(self) -> tuple[int, ...]:
         """Target layers whose inputs the drafter reads, from the buffer `aux_hidden`, side by side in this order.
 
-        `models.dense.FINAL_HIDDEN` among them means the states after the target's final norm.
+        `models.decoder.FINAL_HIDDEN` among them means the states after the target's final norm.
         """
         return ()
 
@@ -175,7 +175,7 @@ class Drafter(ABC):
         """One line for the start-up log."""
         return f"{self.name}, K={self.num_drafts}, " + ("sampled drafts" if self.sampled else "greedy drafts")
 
-    def borrow(self, target: DenseDecoder) -> None:
+    def borrow(self, target: Decoder) -> None:
         """The target has its weights: a drafter may keep tables that it shares. Called before `load`."""
 
     def load(self, *, progress: bool) -> None:
@@ -184,6 +184,9 @@ class Drafter(ABC):
     def cache_specs(self) -> list[CacheSpec]:
         """Paged caches that the drafter needs beside the target's."""
         return []
+
+    def read_target(self, caches: LayerCaches) -> None:
+        """The target's caches, one for each of its layers: a drafter may read them. Called before `phases`."""
 
     def row_memory(self) -> Mapping[str, Tensor]:
         """What the drafter keeps per engine row beside the row state, by name; made by `phases`."""

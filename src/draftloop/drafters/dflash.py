@@ -34,7 +34,8 @@ from draftloop.errors import ConfigError
 from draftloop.graphs.phase import ALL_MODES, Cost, GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
-from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
+from draftloop.models.decoder import Decoder
+from draftloop.models.dense import attention_shape, cache_spec
 from draftloop.models.resolve import read_json
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class BlockDrafter(Drafter):
 
     # ---- weights ----------------------------------------------------------------------------
 
-    def borrow(self, target: DenseDecoder) -> None:
+    def borrow(self, target: Decoder) -> None:
         self._embed_tokens, self._lm_head = target.embed_tokens, target.lm_head
         for table, own in (("embed_tokens", self.config.own_embeddings), ("lm_head", self.config.own_head)):
             if not own:

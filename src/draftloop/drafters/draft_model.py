@@ -27,7 +27,7 @@ from draftloop.errors import ConfigError
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
-from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
+from draftloop.models.decoder import Decoder, attention_shapes, cache_specs
 from draftloop.models.loader import load_config, load_model, resolve_model
 from draftloop.models.resolve import read_json
 from draftloop.models.vocabulary import same_tokenizer
@@ -43,7 +43,7 @@ class DraftModelDrafter(Drafter):
     options = frozenset({"model", "revision", "draft_sample_method", "attention_backend", "load_format"})
     samples = True
 
-    model: DenseDecoder
+    model: Decoder
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)
@@ -83,12 +83,13 @@ class DraftModelDrafter(Drafter):
 
     def load(self, *, progress: bool) -> None:
         target = self.target
-        shape = attention_shape(self.config, page_size=target.page_size, dtype=target.dtype)
-        self.backend_class.check(shape, target.device.type)
+        shapes = attention_shapes(self.config, page_size=target.page_size, dtype=target.dtype)
+        for shape in shapes:
+            self.backend_class.check(shape, target.device.type)
         self.model = load_model(
             self.source,
             self.config,
-            self.backend_class(shape, target.device),
+            self.backend_class(shapes[0], target.device),
             device=target.device,
             dtype=target.dtype,
             max_positions=target.max_positions,
@@ -98,10 +99,10 @@ class DraftModelDrafter(Drafter):
         )
 
     def cache_specs(self) -> list[CacheSpec]:
-        return [cache_spec(self.config, self.target.dtype)]
+        return cache_specs(self.config, self.target.dtype)
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
-        (kv,) = caches
+        kv = self.model.layer_caches(caches)
         model, page_size = self.model, self.target.page_size
         block = self.num_drafts + 1
         num_embedded = self.config.vocab_size

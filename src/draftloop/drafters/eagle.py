@@ -20,7 +20,8 @@ from draftloop.drafters.files import read_shapes
 from draftloop.drafters.fill import fill, fill_dummy
 from draftloop.drafters.locate import locate
 from draftloop.drafters.pairs import PairDrafter
-from draftloop.models.dense import DenseDecoder, attention_shape
+from draftloop.models.decoder import Decoder
+from draftloop.models.dense import attention_shape
 from draftloop.models.resolve import read_json
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class _Eagle(PairDrafter[EagleConfig, EagleHead]):
 
     # ---- weights ----------------------------------------------------------------------------
 
-    def borrow(self, target: DenseDecoder) -> None:
+    def borrow(self, target: Decoder) -> None:
         self._embed_tokens, self._lm_head = target.embed_tokens, target.lm_head
         for table, own in (("embed_tokens", self.config.own_embeddings), ("lm_head", self.config.own_head)):
             if not own:

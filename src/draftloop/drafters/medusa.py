@@ -30,7 +30,7 @@ from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Cost, Launch, Pad, Phase, Slot, Unit
 from draftloop.kernels.linear import linear
 from draftloop.kvcache.rows import RowState
-from draftloop.models.dense import FINAL_HIDDEN, DenseDecoder
+from draftloop.models.decoder import FINAL_HIDDEN, Decoder
 from draftloop.models.layers import parameter
 from draftloop.models.resolve import read_json
 
@@ -128,7 +128,7 @@ class MedusaDrafter(Drafter):
     def describe(self) -> str:
         return f"{super().describe()}, {self.spec.model} ({self.config.layout} layout, {self.config.num_heads} heads)"
 
-    def borrow(self, target: DenseDecoder) -> None:
+    def borrow(self, target: Decoder) -> None:
         self._lm_head = target.lm_head
 
     def load(self, *, progress: bool) -> None:

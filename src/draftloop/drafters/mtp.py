@@ -18,7 +18,8 @@ from draftloop.drafters.mtp_config import MtpConfig, of_target, parse
 from draftloop.drafters.mtp_model import MtpModule
 from draftloop.drafters.pairs import PairDrafter
 from draftloop.errors import ConfigError
-from draftloop.models.dense import FINAL_HIDDEN, DenseDecoder, attention_shape
+from draftloop.models.decoder import FINAL_HIDDEN, Decoder
+from draftloop.models.dense import attention_shape
 from draftloop.models.resolve import read_json
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class MtpDrafter(PairDrafter[MtpConfig, MtpModule]):
             parts.append(f"rows stop drafting at {self.longest} tokens")
         return ", ".join(parts)
 
-    def borrow(self, target: DenseDecoder) -> None:
+    def borrow(self, target: Decoder) -> None:
         self._embed_tokens, self._lm_head = target.embed_tokens, target.lm_head
 
     def load(self, *, progress: bool) -> None:

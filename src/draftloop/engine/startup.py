@@ -31,7 +31,7 @@ from draftloop.kvcache.pages import PageAllocator
 from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
 from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
-from draftloop.models.dense import attention_shape, cache_spec
+from draftloop.models.decoder import attention_shapes, cache_specs
 from draftloop.models.loader import (
     ModelSource,
     eos_token_ids,
@@ -89,9 +89,10 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     num_drafts = drafter_type.count_drafts(spec) if drafter_type and spec else 0
     max_positions = resolved.max_model_len + num_drafts + 1
-    shape = attention_shape(model_config, page_size=resolved.block_size, dtype=dtype)
+    shapes = attention_shapes(model_config, page_size=resolved.block_size, dtype=dtype)
     backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)
-    backend_class.check(shape, device.type)
+    for shape in shapes:
+        backend_class.check(shape, device.type)
     drafter: Drafter | None = None
     if drafter_type and spec:
         drafter = drafter_type(
@@ -118,7 +119,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     model = load_model(
         source,
         model_config,
-        backend_class(shape, device),
+        backend_class(shapes[0], device),
         device=device,
         dtype=dtype,
         max_positions=max_positions,
@@ -139,12 +140,14 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         draft_vocab=model_config.vocab_size if drafter and drafter.sampled else 0,
         device=device,
     )
-    specs = [cache_spec(model_config, dtype), *(drafter.cache_specs() if drafter else [])]
+    target_specs = cache_specs(model_config, dtype)
+    specs = [*target_specs, *(drafter.cache_specs() if drafter else [])]
     pool = _make_pool(config, resolved, specs, state, device)
+    target_caches = model.layer_caches(pool.caches[: len(target_specs)])
     pages = PageAllocator(pool.num_pages, resolved.block_size)
     phases = target_phases(
         model,
-        pool.caches[0],
+        target_caches,
         state,
         num_drafts=num_drafts,
         page_size=resolved.block_size,
@@ -153,7 +156,8 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         synthetic_rates=rates,
     )
     if drafter:
-        phases += drafter.phases(state, pool.caches[1:])
+        drafter.read_target(target_caches)
+        phases += drafter.phases(state, pool.caches[len(target_specs) :])
     iterations = iteration_phases(phases, drafter) if resolved.iteration_graph else []
     phases += iterations
     table = GraphTable(

@@ -14,7 +14,7 @@ from draftloop.attention.base import GraphSupport
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.graphs.phase import GraphMode, Launch, Output, Pad, Phase, Slot, Unit
 from draftloop.kvcache.rows import RowState
-from draftloop.models.dense import DenseDecoder
+from draftloop.models.decoder import Decoder, LayerCaches
 from draftloop.sampling.commit import (
     OUTCOME_COUNTS,
     accept_rows_greedy,
@@ -25,8 +25,8 @@ from draftloop.sampling.sampler import SamplingKind
 
 
 def target_phases(
-    model: DenseDecoder,
-    kv: Tensor,
+    model: Decoder,
+    kv: LayerCaches,
     state: RowState,
     *,
     num_drafts: int,
@@ -45,8 +45,7 @@ def target_phases(
 
     The accept phases come in three kinds (`SamplingKind`), so that a batch pays for what it asks.
     """
-    device = kv.device
-    dtype = model.lm_head.dtype
+    device, dtype = model.lm_head.device, model.lm_head.dtype
 
     def aux_output(aux: list[Tensor]) -> dict[str, Tensor]:
         return {"aux_hidden": torch.cat(aux, -1)} if aux_layers else {}

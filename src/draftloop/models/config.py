@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from draftloop.errors import ConfigError, nearest
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional"]
 LayerType = Literal["full_attention", "sliding_attention"]
 
 ARCHITECTURES = (
@@ -19,6 +19,13 @@ ARCHITECTURES = (
     "MiMoForCausalLM",
 )
 """What `DenseDecoder` can run. MiMo is Qwen2 with multi-token-prediction heads."""
+GEMMA4_ARCHITECTURES = (
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+)
+"""What `Gemma4Decoder` can run; of models for more than text, the text model."""
+SUPPORTED = (*ARCHITECTURES, *GEMMA4_ARCHITECTURES)
 
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -29,7 +36,7 @@ class RopeConfig:
     """Rotary embedding: base frequency and how it is stretched for long contexts."""
 
     kind: RopeKind = "default"
-    """"default", "linear", "llama3" or "yarn"."""
+    """"default", "linear", "llama3", "yarn" or "proportional"."""
     theta: float = 10_000.0
     """Base wavelength."""
     factor: float = 1.0
@@ -50,6 +57,17 @@ class RopeConfig:
     """yarn: multiplies cos and sin; None: inferred from `factor`, `mscale` and `mscale_all_dim`."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    share: float = 1.0
+    """proportional: share of a head's dimensions that turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheGroup:
+    """Layers whose keys and values have one shape, and so one cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +107,10 @@ class ModelConfig:
     """Type of the checkpoint's weights, a name from `DTYPES`."""
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
+        if self.architecture not in SUPPORTED:
             raise ConfigError(
-                f"architecture {self.architecture!r} is not supported{nearest(self.architecture, ARCHITECTURES)} "
-                f"Supported: {', '.join(ARCHITECTURES)}"
+                f"architecture {self.architecture!r} is not supported{nearest(self.architecture, SUPPORTED)} "
+                f"Supported: {', '.join(SUPPORTED)}"
             )
         sizes = [
             "vocab_size",
@@ -130,6 +148,16 @@ class ModelConfig:
         return self.sliding_window
 
     @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The caches that the model needs."""
+        return (CacheGroup(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim),)
+
+    @property
     def num_parameters(self) -> int:
         """Weights in the model, shared ones counted once."""
         hidden, inner = self.hidden_size, self.intermediate_size
@@ -143,7 +171,7 @@ class ModelConfig:
     @property
     def kv_elements_per_token(self) -> int:
         """Numbers that the cache holds for one token, all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return sum(2 * group.num_layers * group.num_kv_heads * group.head_dim for group in self.cache_groups)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
@@ -157,10 +185,10 @@ class ModelConfig:
         if architecture is None:
             found = ", ".join(map(repr, names)) or f"none (model_type {hf.get('model_type')!r})"
             raise ConfigError(
-                f"the model's config names architecture {found}; supported: {', '.join(ARCHITECTURES)}. "
+                f"the model's config names architecture {found}; supported: {', '.join(SUPPORTED)}. "
                 "Choose a model of one of these"
             )
-        _refuse_unsupported(hf)
+        refuse_unsupported(hf)
 
         def need(key: str) -> Any:
             if hf.get(key) is None:
@@ -196,11 +224,12 @@ class ModelConfig:
             layer_types=layer_types,
             bos_token_id=hf.get("bos_token_id"),
             eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-            dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
+            dtype=checkpoint_dtype(hf),
         )
 
 
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+def refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an activation, quantisation or rotation that no decoder here has."""
     if (activation := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"hidden_act is {activation!r} in the model's config; supported: 'silu'")
     if (quantization := hf.get("quantization_config")) and not _is_8_bit_storage(quantization):
@@ -210,6 +239,11 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
         )
     if (partial := hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ConfigError(f"partial_rotary_factor is {partial} in the model's config; supported: 1.0")
+
+
+def checkpoint_dtype(hf: Mapping[str, Any]) -> str:
+    """Type of the weights, in either spelling."""
+    return str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def _is_8_bit_storage(quantization: Mapping[str, Any]) -> bool:

@@ -1,57 +1,48 @@
 """The dense decoder: Llama, Mistral, Qwen2 and Qwen3 by configuration.
 
-Shape suffixes: T tokens in the pass, C hidden size, V vocabulary, L positions or layers (`kv_L2PSGD`),
-P pages, S tokens per page, G key/value heads, D head size.
+Shape suffixes: T tokens in the pass, C hidden size, V vocabulary, L positions or layers (`kv_L2PSGD`), P pages,
+S tokens per page, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
-from draftloop.graphs.phase import Cost
+from draftloop.errors import ConfigError
 from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
+from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attention_shapes, cache_specs
 from draftloop.models.layers import DecoderLayer, parameter
 from draftloop.models.rope import cos_sin_table
-
-FINAL_HIDDEN = -1
-"""Among `aux_layers`: the states after the final norm, which the output head reads."""
 
 
 def attention_shape(
     config: ModelConfig, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
 ) -> AttentionShape:
-    """What a backend must know of this model; `page_size` in tokens, `kv_dtype` defaults to `dtype`."""
-    return AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
-        page_size=page_size,
-        dtype=dtype,
-        kv_dtype=kv_dtype or dtype,
-    )
+    """`attention_shapes` of a model whose layers are all alike. Raises ConfigError for another."""
+    shapes = attention_shapes(config, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype)
+    if len(shapes) > 1:
+        raise ConfigError(
+            f"{config.architecture} has layers of {len(shapes)} shapes, which is supported for generating alone; "
+            "choose a model whose layers are all alike"
+        )
+    return shapes[0]
 
 
 def cache_spec(config: ModelConfig, dtype: torch.dtype) -> CacheSpec:
-    """What this model keeps per token."""
-    return CacheSpec(
-        num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype
-    )
+    """`cache_specs` of a model whose layers are all alike."""
+    (spec,) = cache_specs(config, dtype)
+    return spec
 
 
-class DenseDecoder(torch.nn.Module):
-    """A decoder without a batch or cache of its own: both are passed.
-
-    Nothing in a pass depends on the values of a tensor, so a pass can be captured. Weights are
-    uninitialised until `loader.load_model` fills them. `max_positions` is the number of positions
-    that can be rotated; positions must stay below it.
-    """
+class DenseDecoder(Decoder):
+    """A decoder whose layers are all alike."""
 
     def __init__(
         self,
@@ -80,27 +71,23 @@ class DenseDecoder(torch.nn.Module):
             config.rope, head_dim=config.head_dim, max_positions=max_positions, device=device
         )
 
-    def forward(
-        self, token_ids_T: Tensor, kv_L2PSGD: Tensor, batch: AttentionBatch, *, aux_layers: tuple[int, ...] = ()
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run one pass; token ids are int32 or int64 and inside the vocabulary.
+    def layer_caches(self, caches: Sequence[Tensor]) -> LayerCaches:
+        (kv_L2PSGD,) = caches
+        return kv_L2PSGD.unbind(0)
 
-        Returns the hidden states after the final norm, [T, C], and for each layer in `aux_layers` the
-        residual stream that enters it, [T, C]; `num_layers` means what leaves the last one, and
-        `FINAL_HIDDEN` the hidden states after the final norm.
-        """
-        return self.forward_embedded(
-            F.embedding(token_ids_T, self.embed_tokens), kv_L2PSGD, batch, aux_layers=aux_layers
-        )
+    def forward(
+        self, token_ids_T: Tensor, caches: LayerCaches, batch: AttentionBatch, *, aux_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        return self.forward_embedded(self.embed(token_ids_T), caches, batch, aux_layers=aux_layers)
 
     def forward_embedded(
-        self, embedded_TC: Tensor, kv_L2PSGD: Tensor, batch: AttentionBatch, *, aux_layers: tuple[int, ...] = ()
+        self, embedded_TC: Tensor, caches: LayerCaches, batch: AttentionBatch, *, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """`forward` for tokens that are embedded already."""
         eps, cos_sin_LD, backend = self.config.rms_norm_eps, self.cos_sin_LD, self.backend
         residual_TC, out = embedded_TC, None
         aux: dict[int, Tensor] = {}
-        for index, (layer, kv_2PSGD) in enumerate(zip(self.decoder_layers, kv_L2PSGD.unbind(0), strict=True)):
+        for index, (layer, kv_2PSGD) in enumerate(zip(self.decoder_layers, caches, strict=True)):
             if out is None:
                 x_TC = rms_norm(residual_TC, layer.input_norm, eps)
             else:
@@ -114,23 +101,9 @@ class DenseDecoder(torch.nn.Module):
         return hidden_TC, [aux[index] for index in aux_layers]
 
     def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
-        """[T, C] after the final norm -> [T, V], in the model's dtype; written to `out_TV` if given."""
         return linear(hidden_TC, self.lm_head, out_TN=out_TV)
 
-    def cost(self) -> Cost:
-        """What one pass with logits must read and compute; of the embedding only a few rows are read."""
-        config, weight = self.config, self.embed_tokens
-        untied = 0 if config.tie_word_embeddings else weight.numel()
-        num_weights = sum(p.numel() for p in self.parameters()) - untied
-        cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        return Cost(
-            weight_bytes=num_weights * weight.dtype.itemsize,
-            cache_bytes=cache * self.backend.shape.kv_dtype.itemsize,
-            flops=2 * num_weights,
-        )
-
     def destinations(self) -> dict[str, Tensor]:
-        """Hugging Face tensor name -> the weight, or part of a fused one, that it fills."""
         found = {"model.embed_tokens.weight": self.embed_tokens.data, "model.norm.weight": self.final_norm.data}
         if not self.config.tie_word_embeddings:
             found["lm_head.weight"] = self.lm_head.data

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftloop.errors import ConfigError
-from draftloop.models.config import PRESETS, ModelConfig
+from draftloop.models.config import GEMMA4_ARCHITECTURES, PRESETS, ModelConfig
+from draftloop.models.gemma4_config import Gemma4Config
 from draftloop.models.progress import progress_bar
 from draftloop.models.resolve import (
     ALIASES,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from draftloop.attention.base import AttentionBackend
-    from draftloop.models.dense import DenseDecoder
+    from draftloop.models.decoder import Decoder
     from draftloop.models.tensors import Tensors
 
 __all__ = [
@@ -59,7 +60,9 @@ def load_config(source: ModelSource) -> ModelConfig:
         return PRESETS[source.preset]
     folder = _folder(source)
     check_folder(folder, weights=False)
-    return ModelConfig.from_hf(read_json(folder / "config.json"))
+    hf = read_json(folder / "config.json")
+    is_gemma4 = any(name in GEMMA4_ARCHITECTURES for name in hf.get("architectures") or [])
+    return Gemma4Config.from_hf(hf) if is_gemma4 else ModelConfig.from_hf(hf)
 
 
 def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
@@ -102,18 +105,15 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     show_progress: bool | None = None,
-) -> DenseDecoder:
+) -> Decoder:
     """A decoder with weights: the folder's, or with load_format "dummy" random ones made by `seed`.
 
     `max_positions` defaults to the model's own length. `show_progress` None shows a bar on
     terminals only. Raises ConfigError for missing, unexpected or misshapen tensors, before any is read.
     """
-    from draftloop.models.dense import DenseDecoder
-
     files = [] if load_format == "dummy" else weight_files(_folder(source))
-    model = DenseDecoder(
-        config, backend, device=device, dtype=dtype, max_positions=max_positions or config.max_position_embeddings
-    )
+    max_positions = max_positions or config.max_position_embeddings
+    model = _decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions)
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
@@ -121,26 +121,38 @@ def load_model(
     return model
 
 
-def fill_dummy(model: DenseDecoder, *, seed: int) -> None:
+def _decoder(
+    config: ModelConfig, backend: AttentionBackend, *, device: torch.device, dtype: torch.dtype, max_positions: int
+) -> Decoder:
+    """The kind of decoder that a config describes, without weights."""
+    if isinstance(config, Gemma4Config):
+        from draftloop.models.gemma4 import Gemma4Decoder
+
+        return Gemma4Decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions)
+    from draftloop.models.dense import DenseDecoder
+
+    return DenseDecoder(config, backend, device=device, dtype=dtype, max_positions=max_positions)
+
+
+def fill_dummy(model: Decoder, *, seed: int) -> None:
     """Random weights, made on the model's device: same seed, same device type, same weights."""
     import torch
 
     generator = torch.Generator(device=model.embed_tokens.device).manual_seed(seed)
     for name, weight in model.named_parameters():
-        if name.endswith("norm"):
+        if name.endswith(("norm", "scalar")):
             weight.data.fill_(1)
         else:
             weight.data.normal_(0, DUMMY_STD, generator=generator)
 
 
-def fill_from_files(model: DenseDecoder, files: list[Path], *, show_progress: bool | None = None) -> None:
+def fill_from_files(model: Decoder, files: list[Path], *, show_progress: bool | None = None) -> None:
     """Stream tensors from safetensors files into the fused weights, one at a time. Raises ConfigError."""
     from draftloop.models.tensors import open_tensors
 
     destinations = model.destinations()
-    skipped = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     with open_tensors(files) as tensors:
-        skipped |= mtp_tensors(tensors.shapes, model.config.num_layers)
+        skipped = model.needless(tensors.shapes) | mtp_tensors(tensors.shapes, model.config.num_layers)
         check_tensors(tensors, destinations, skipped, files[0].parent)
         for file in progress_bar(files, "Loading safetensors checkpoint shards", "file", show=show_progress):
             for name, owner in tensors.files.items():

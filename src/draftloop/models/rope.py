@@ -1,4 +1,4 @@
-"""Rotary tables. Shape suffixes: L positions, D head size, F = D / 2 frequencies."""
+"""Rotary tables. Shape suffixes: L positions, D head size, F = D / 2 frequencies, T tokens, H heads."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
 
     The order of fp32 operations is that of transformers, so that the angles are equal to the last bit.
     """
+    if rope.kind == "proportional":
+        return _proportional(rope, head_dim), 1.0
     powers_F = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     inverse_F = 1.0 / powers_F
     if rope.kind == "linear":
@@ -32,6 +34,20 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     if rope.kind == "yarn":
         return _yarn(rope, powers_F), yarn_attention_factor(rope)
     return inverse_F, 1.0
+
+
+def rotate(x_THD: Tensor, positions_T: Tensor, cos_sin_LD: Tensor) -> Tensor:
+    """Turn each head's halves by the angles of its token's position, computed in fp32."""
+    cos_T1F, sin_T1F = cos_sin_LD[positions_T].unsqueeze(1).chunk(2, -1)
+    first, second = x_THD.float().chunk(2, -1)
+    return torch.cat((first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F), -1).to(x_THD.dtype)
+
+
+def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Frequencies of the whole head, of which only the first turn."""
+    turning = int(rope.share * head_dim // 2)
+    powers_F = rope.theta ** (torch.arange(0, 2 * turning, 2, dtype=torch.int64).float() / head_dim)
+    return torch.cat((1.0 / powers_F, torch.zeros(head_dim // 2 - turning))) / rope.factor
 
 
 def _llama3(rope: RopeConfig, inverse_F: Tensor) -> Tensor:

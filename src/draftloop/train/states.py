@@ -18,7 +18,8 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch, Attention
 from draftloop.drafters.extract_hidden_states import HiddenStates, read_hidden_states
 from draftloop.errors import ConfigError
 from draftloop.models.config import ModelConfig
-from draftloop.models.dense import FINAL_HIDDEN, DenseDecoder, attention_shape
+from draftloop.models.decoder import FINAL_HIDDEN, Decoder
+from draftloop.models.dense import attention_shape
 from draftloop.models.loader import load_config, load_model, resolve_model
 from draftloop.train.attention import attend_dense, attend_flex, document_blocks, document_mask
 from draftloop.train.packing import PackedRows
@@ -88,7 +89,7 @@ class TargetStates(States):
             )
         shape = attention_shape(self.config, page_size=PAGE_SIZE, dtype=dtype)
         self.attention = PackedAttention(shape, device, compiled=compiled)
-        self.model: DenseDecoder = load_model(
+        self.model: Decoder = load_model(
             source, self.config, self.attention, device=device, dtype=dtype, max_positions=row_tokens
         )
         self.dtype = dtype

@@ -1,0 +1,112 @@
+"""What every decoder can do, whatever its layers are; the engine and drafters know no more of one.
+
+Shape suffixes: T tokens in the pass, C hidden size, V vocabulary, L layers, P pages, S tokens per page,
+G key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
+from draftloop.graphs.phase import Cost
+from draftloop.kvcache.pool import CacheSpec
+from draftloop.models.config import ModelConfig
+
+FINAL_HIDDEN = -1
+"""Among `aux_layers`: the states after the final norm, which the output head reads."""
+
+LayerCaches = Sequence[Tensor] | Tensor
+"""Each layer's cache, [2, P, S, G, D]; a tensor [L, 2, P, S, G, D] is as good where layers are alike."""
+
+
+def attention_shapes(
+    config: ModelConfig, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> list[AttentionShape]:
+    """What a backend must know of each group of layers; `page_size` in tokens, `kv_dtype` defaults to `dtype`."""
+    return [
+        AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
+            scale=config.attention_scale,
+            page_size=page_size,
+            dtype=dtype,
+            kv_dtype=kv_dtype or dtype,
+        )
+        for group in config.cache_groups
+    ]
+
+
+def cache_specs(config: ModelConfig, dtype: torch.dtype) -> list[CacheSpec]:
+    """What each group of layers keeps per token."""
+    return [
+        CacheSpec(num_layers=group.num_layers, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim, dtype=dtype)
+        for group in config.cache_groups
+    ]
+
+
+class Decoder(torch.nn.Module, ABC):
+    """A decoder without a batch or caches of its own: both are passed.
+
+    Nothing in a pass depends on the values of a tensor, so a pass can be captured. Weights are
+    uninitialised until `loader.load_model` fills them. Made with `max_positions`, the number of positions
+    that can be rotated; positions must stay below it.
+    """
+
+    config: ModelConfig
+    backend: AttentionBackend
+    """Of the first group of layers."""
+    embed_tokens: Tensor
+    final_norm: Tensor
+    lm_head: Tensor
+
+    @abstractmethod
+    def layer_caches(self, caches: Sequence[Tensor]) -> LayerCaches:
+        """The cache that each layer reads, from those of `cache_specs`, in order."""
+
+    @abstractmethod
+    def forward(
+        self, token_ids_T: Tensor, caches: LayerCaches, batch: AttentionBatch, *, aux_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run one pass; token ids are int32 or int64 and inside the vocabulary.
+
+        Returns the hidden states after the final norm, [T, C], and for each layer in `aux_layers` the
+        residual stream that enters it, [T, C]; `num_layers` means what leaves the last one, and
+        `FINAL_HIDDEN` the hidden states after the final norm.
+        """
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """[T] -> [T, C], as it enters the first layer."""
+        return torch.nn.functional.embedding(token_ids_T, self.embed_tokens)
+
+    @abstractmethod
+    def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
+        """[T, C] after the final norm -> [T, V], in the model's dtype; written to `out_TV` if given."""
+
+    def cost(self) -> Cost:
+        """What one pass with logits must read and compute; of tables that are embeddings alone only a few rows are."""
+        weight = self.embed_tokens
+        num_weights = sum(p.numel() for p in self.parameters()) - self.num_looked_up
+        return Cost(
+            weight_bytes=num_weights * weight.dtype.itemsize,
+            cache_bytes=self.config.kv_elements_per_token * self.backend.shape.kv_dtype.itemsize,
+            flops=2 * num_weights,
+        )
+
+    @property
+    def num_looked_up(self) -> int:
+        """Weights of tables from which only a few rows are read."""
+        return 0 if self.config.tie_word_embeddings else self.embed_tokens.numel()
+
+    @abstractmethod
+    def destinations(self) -> dict[str, Tensor]:
+        """Hugging Face tensor name -> the weight, or part of a fused one, that it fills."""
+
+    def needless(self, names: Iterable[str]) -> set[str]:
+        """Those of a checkpoint's tensors that the decoder does well without."""
+        return {"lm_head.weight"} if self.config.tie_word_embeddings else set()
