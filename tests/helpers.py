@@ -299,6 +299,7 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
     from blocks import tiny_block  # which need this module
     from heads import tiny_head
     from medusa_heads import tiny_medusa
+    from parallel import tiny_pard, tiny_peagle
 
     return {
         "ngram": [{"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3}],
@@ -321,6 +322,8 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
         ],
         "mtp": [{"method": "mtp", "num_speculative_tokens": 3}],
         "medusa": [{"method": "medusa", "model": tiny_medusa("medusa"), "num_speculative_tokens": 3}],
+        "pard": [{"method": "pard", "model": tiny_pard(), "num_speculative_tokens": 3}],
+        "peagle": [{"method": "peagle", "model": tiny_peagle("peagle"), "num_speculative_tokens": 3}],
         "scripted": [{"method": "scripted", "script": repeat_suffix, "num_speculative_tokens": 3}],
         "suffix": [
             {"method": "suffix", "num_speculative_tokens": 3, "suffix_decoding_max_cached_requests": 0},

@@ -42,6 +42,8 @@ class SpeculativeConfig:
     """suffix: own: trees in Python. arctic: those of arctic-inference, in C++ (extra `suffix`)."""
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
     """greedy: draft the most likely token. probabilistic: sample from the drafter and accept by its probabilities."""
+    parallel_drafting: bool | None = None
+    """eagle3, draft_model: all drafts in one pass, from masks; the same as the methods peagle and pard."""
     rejection_sample_method: Literal["standard", "synthetic"] | None = None
     """standard: lossless. synthetic: forced acceptance, for benchmarks without a trained drafter."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None

@@ -33,6 +33,7 @@ COMMON_KEYS = frozenset(
     {
         "method",
         "num_speculative_tokens",
+        "parallel_drafting",
         "rejection_sample_method",
         "synthetic_acceptance_rates",
         "synthetic_acceptance_length",
@@ -124,6 +125,8 @@ class Drafter(ABC):
     """False: it only observes. Steps are plain decoding, and K is 0 whatever the configuration says."""
     observes: ClassVar[bool] = False
     """`observe` is called with the target's states of each step's tokens."""
+    in_parallel: ClassVar[str | None] = None
+    """The method that `parallel_drafting` makes of this one."""
     forced_acceptance: ClassVar[bool] = False
     """Its drafts mean nothing; acceptance is by coin (benchmarks)."""
 
@@ -147,6 +150,11 @@ class Drafter(ABC):
     def count_drafts(cls, spec: SpeculativeConfig) -> int:
         """K: most drafts of a step."""
         return (spec.num_speculative_tokens or 0) if cls.drafts else 0
+
+    @classmethod
+    def overhang(cls, spec: SpeculativeConfig) -> int:
+        """Positions past a row's last token that one of its passes may reach; a verify reaches K + 1."""
+        return cls.count_drafts(spec) + 1
 
     @property
     def sampled(self) -> bool:
@@ -236,6 +244,11 @@ def drafter_class(spec: SpeculativeConfig) -> type[Drafter]:
     method = spec.method or "draft_model"
     check_known("speculative method", [method], DRAFTERS)
     cls = DRAFTERS[method]
+    if spec.parallel_drafting:
+        if cls.in_parallel is None:
+            can = ", ".join(sorted(name for name, other in DRAFTERS.items() if other.in_parallel))
+            raise ConfigError(f"speculative method {method!r} cannot do parallel_drafting; these can: {can}")
+        method, cls = cls.in_parallel, DRAFTERS[cls.in_parallel]
     known = (COMMON_KEYS if cls.drafts else {"method", "num_speculative_tokens"}) | cls.options
     for key in (k for k, value in vars(spec).items() if value is not None and k not in known):
         takes = ", ".join(sorted(known))

@@ -27,7 +27,7 @@ from draftloop.errors import ConfigError
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
-from draftloop.models.decoder import Decoder, attention_shapes, cache_specs
+from draftloop.models.decoder import Decoder, LayerCaches, attention_shapes, cache_specs
 from draftloop.models.loader import load_config, load_model, resolve_model
 from draftloop.models.resolve import read_json
 from draftloop.models.vocabulary import same_tokenizer
@@ -42,13 +42,14 @@ class DraftModelDrafter(Drafter):
     name = "draft_model"
     options = frozenset({"model", "revision", "draft_sample_method", "attention_backend", "load_format"})
     samples = True
+    in_parallel = "pard"
 
     model: Decoder
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)
         if spec.model is None:
-            raise ConfigError("speculative method 'draft_model' needs 'model', the drafting model")
+            raise ConfigError(f"speculative method {self.name!r} needs 'model', the drafting model")
         self.load_format = spec.load_format or target.load_format
         self.source = resolve_model(spec.model, revision=spec.revision, load_format=self.load_format)
         self.folder = self.source.folder
@@ -68,7 +69,7 @@ class DraftModelDrafter(Drafter):
         folder = self.source.folder
         if folder is not None and any(folder.glob("*.safetensors")):
             names = map(plain_name, read_shapes(folder))
-            check_kind(self.name, read_json(folder / "config.json"), names, name=str(self.spec.model))
+            check_kind("draft_model", read_json(folder / "config.json"), names, name=str(self.spec.model))
 
     def _check_vocabulary(self) -> None:
         ours, theirs = self.config.vocab_size, self.target.vocab_size
@@ -101,12 +102,9 @@ class DraftModelDrafter(Drafter):
     def cache_specs(self) -> list[CacheSpec]:
         return cache_specs(self.config, self.target.dtype)
 
-    def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
-        kv = self.model.layer_caches(caches)
-        model, page_size = self.model, self.target.page_size
-        block = self.num_drafts + 1
-        num_embedded = self.config.vocab_size
-        vocab_size = min(num_embedded, self.target.vocab_size)
+    def prompt_phase(self, state: RowState, kv: LayerCaches) -> Phase:
+        """Over a chunk of a prompt: its keys and values."""
+        model, page_size, num_embedded = self.model, self.target.page_size, self.config.vocab_size
 
         def known(ids: Tensor) -> Tensor:
             # an id that only the target knows (special tokens past our vocabulary) has no embedding here
@@ -116,6 +114,27 @@ class DraftModelDrafter(Drafter):
             batch, row_T = ragged_batch(state, rows, query_starts, kv_lens, page_size, launch)
             model(known(state.tokens_ML[row_T, batch.positions_T]), kv, batch)
             return {}
+
+        support = self.backend_class.graph_support(self.target.device.type)
+        return Phase(
+            name="draft.prompt",
+            fn=prompt,
+            slots={
+                "rows": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row),
+                "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
+                "kv_lens": Slot(unit=Unit.ROW, dtype=torch.int32),
+            },
+            tokens_per_row=None,
+            modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *([GraphMode.FULL] if support.ragged else [])}),
+            reason=support.reason,
+        )
+
+    def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
+        kv = self.model.layer_caches(caches)
+        model, page_size = self.model, self.target.page_size
+        block = self.num_drafts + 1
+        num_embedded = self.config.vocab_size
+        vocab_size = min(num_embedded, self.target.vocab_size)
 
         def draft(rows: Tensor, hidden_RC: Tensor, *, sampled: bool, first: bool) -> Mapping[str, Tensor]:
             write_next(state, rows, model.logits(hidden_RC), vocab_size=vocab_size, sampled=sampled, first=first)
@@ -138,22 +157,8 @@ class DraftModelDrafter(Drafter):
         support = self.backend_class.graph_support(self.target.device.type)
         full = {GraphMode.FULL} if support.uniform else set()
         rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
-        kv_lens = Slot(unit=Unit.ROW, dtype=torch.int32)
         num_emitted = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)  # nothing of the padding row follows from it
-        phases = [
-            Phase(
-                name="draft.prompt",
-                fn=prompt,
-                slots={
-                    "rows": rows,
-                    "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
-                    "kv_lens": kv_lens,
-                },
-                tokens_per_row=None,
-                modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *([GraphMode.FULL] if support.ragged else [])}),
-                reason=support.reason,
-            )
-        ]
+        phases = [self.prompt_phase(state, kv)]
         for sampled in (False, True) if self.sampled else (False,):
             phases += [
                 Phase(

@@ -27,8 +27,8 @@ from draftloop.models.resolve import read_json
 logger = logging.getLogger(__name__)
 
 
-class _Eagle(PairDrafter[EagleConfig, EagleHead]):
-    """What both methods share."""
+class EagleBase(PairDrafter[EagleConfig, EagleHead]):
+    """What all methods share."""
 
     method: ClassVar[Method]
     options = frozenset(
@@ -103,16 +103,17 @@ class _Eagle(PairDrafter[EagleConfig, EagleHead]):
         self.head.settle()
 
 
-class EagleDrafter(_Eagle):
+class EagleDrafter(EagleBase):
     """EAGLE-1 and EAGLE-2 heads: they read what the target's output head reads."""
 
     name = "eagle"
     method = "eagle"
 
 
-class Eagle3Drafter(_Eagle):
+class Eagle3Drafter(EagleBase):
     """EAGLE-3 heads: they read the residual stream at three (or more) places of the target."""
 
     name = "eagle3"
     method = "eagle3"
-    options = _Eagle.options | {"aux_layer_offset"}
+    options = EagleBase.options | {"aux_layer_offset"}
+    in_parallel = "peagle"

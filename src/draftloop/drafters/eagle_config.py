@@ -1,25 +1,31 @@
 """The shape of an EAGLE head, and how its published forms are read. Nothing here reads weights.
 
-Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", 2024, and
-"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025.
+Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", 2024,
+"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025, and for
+P-EAGLE arXiv 2602.01469.
 
 Shape letters in comments: C width of the head, X width of what the target hands over, W draft vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from draftloop.drafters.files import Shape
 from draftloop.drafters.kinds import KINDS, check_kind, plain_name
+from draftloop.drafters.masks import mask_token
 from draftloop.drafters.shapes import check_shapes, count_layers, decoder_config, fc_cause, projection_shapes
 from draftloop.errors import ConfigError
 from draftloop.models.config import PRESETS, ModelConfig
 from draftloop.models.dense import FINAL_HIDDEN
 
-Method = Literal["eagle", "eagle3"]
+Method = Literal["eagle", "eagle3", "peagle"]
+
+MASK_HIDDEN = "mask_hidden"
+"""P-EAGLE: what stands for the target's states where the target has seen nothing yet, in any view of X numbers."""
 
 NUM_DEFAULT_AUX = 3
 
@@ -62,6 +68,8 @@ class EagleConfig:
     """False: the target's."""
     has_map: bool = False
     """A tensor `d2t` says how far each draft id is from the target's."""
+    mask_token_id: int | None = None
+    """P-EAGLE: the token that stands for one that is not known yet."""
 
     @property
     def fuses_embedding(self) -> bool:
@@ -126,6 +134,8 @@ class EagleConfig:
             found["lm_head.weight"] = (self.draft_vocab_size, width)
         if self.has_map:
             found["d2t"] = (self.draft_vocab_size,)
+        if self.method == "peagle":
+            found[MASK_HIDDEN] = (self.aux_width,)
         return found
 
 
@@ -142,7 +152,11 @@ def parse(
     names.pop("", None)
     check_kind(method, config, names, name=name)
     shapes = {plain: tuple(tensors[full]) for plain, full in names.items()}
+    if MASK_HIDDEN in shapes:
+        shapes[MASK_HIDDEN] = (math.prod(shapes[MASK_HIDDEN]),)
     head = _read(config, shapes, method)
+    if method == "peagle":
+        head = replace(head, mask_token_id=mask_token(config, head.model.vocab_size, name=name))
     causes = {} if head.fuses_embedding else {"fc.weight": fc_cause(head.num_aux, head.target_hidden_size)}
     check_shapes(head.shapes(), shapes, name=name, kind=KINDS[method], causes=causes)
     if head.reduced_vocabulary and not head.has_map:
@@ -179,20 +193,20 @@ def _read(config: Mapping[str, Any], shapes: Mapping[str, Shape], method: Method
         model=model,
         target_hidden_size=config.get("target_hidden_size") or width,
         draft_vocab_size=(shapes["lm_head.weight"][0] if own_head else 0) or draft_vocab or model.vocab_size,
-        num_aux=num_aux if method == "eagle3" else 1,
+        num_aux=1 if method == "eagle" else num_aux,
         layer_ids=ids,
         ids_are_outputs=outputs,
         wide_layers=tuple(_is_wide(shapes, index, width) for index in range(num_layers)),
         input_norms=tuple(
-            method == "eagle3" or index > 0 or f"layers.{index}.input_layernorm.weight" in shapes
+            method != "eagle" or index > 0 or f"layers.{index}.input_layernorm.weight" in shapes
             for index in range(num_layers)
         ),
         fc_bias="fc.bias" in shapes,
-        norm_before_residual=option("norm_before_residual", default=speculators),
+        norm_before_residual=option("norm_before_residual", default=speculators and method == "eagle3"),
         norm_before_fc=option("norm_before_fc", "input_norm.weight"),
         fc_norm=option("fc_norm", "fc_norm.0.weight"),
         norm_output=bool(output_key) and option(output_key),
-        final_norm=method == "eagle3" or "norm.weight" in shapes,
+        final_norm=method != "eagle" or "norm.weight" in shapes,
         own_embeddings="embed_tokens.weight" in shapes,
         own_head=own_head,
         has_map="d2t" in shapes,
@@ -274,9 +288,24 @@ def _preset(target: str, draft_vocab_size: int, max_position_embeddings: int) ->
     )
 
 
+def _parallel(head: EagleConfig, num_layers: int = 4) -> EagleConfig:
+    """The same with the layers of a P-EAGLE head, of which the first alone reads the embedding."""
+    return replace(
+        head,
+        method="peagle",
+        model=replace(head.model, num_layers=num_layers),
+        wide_layers=(True, *[False] * (num_layers - 1)),
+        input_norms=(True,) * num_layers,
+        own_embeddings=True,
+        mask_token_id=head.model.vocab_size - 1,
+    )
+
+
 HEAD_PRESETS: dict[str, EagleConfig] = {
     "eagle3-llama-3.1-8b": _preset("llama-3.1-8b", 32_000, 131_072),
     "eagle3-smollm2-135m": _preset("smollm2-135m-shape", 8192, 8192),
     "eagle3-tiny": replace(_preset("tiny", 64, 1024), layer_ids=(0, 1, 2)),
+    "peagle-llama-3.1-8b": _parallel(_preset("llama-3.1-8b", 32_000, 131_072)),
+    "peagle-tiny": _parallel(replace(_preset("tiny", 64, 1024), layer_ids=(0, 1, 2))),
 }
 """Shapes without weights, for benchmarks and tests with `load_format="dummy"`."""

@@ -172,7 +172,7 @@ class EagleHead(torch.nn.Module):
         *,
         hidden_rows_T: Tensor | None = None,
         keep_R: Tensor | None = None,
-        store: Store,
+        store: Store | None = None,
     ) -> Tensor:
         """Run pairs (token at position p + 1, hidden state of position p), at position p.
 
@@ -194,7 +194,8 @@ class EagleHead(torch.nn.Module):
             out, hidden_TC = layer(x_TC, hidden_TC, kv_2PSGD, self.cos_sin_LD, batch, self.backend, keep)
         assert out is not None
         norm = self.unit if self.final_norm is None else self.final_norm
-        store = store._replace(normed=self.final_norm is not None and config.norm_output)
+        if store is not None:
+            store = store._replace(normed=self.final_norm is not None and config.norm_output)
         normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, norm, config.model.rms_norm_eps, store=store)
         return hidden_TC if self.final_norm is None else normed_TC
 

@@ -57,6 +57,8 @@ def kind_of(config: Mapping[str, Any], plain_names: Iterable[str]) -> str | None
     for kind in ("dflash", "dspark", "medusa", "mtp"):
         if kind in said:
             return kind
+    if "mask_hidden" in names or ("fc.weight" in names and {"pard_token", "ptd_token_id"} & config.keys()):
+        return "peagle"
     if "fc.weight" in names:
         if "layers.0.hidden_norm.weight" in names or "eagle3" in said:
             return "eagle3"

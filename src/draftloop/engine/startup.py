@@ -88,7 +88,8 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     )
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     num_drafts = drafter_type.count_drafts(spec) if drafter_type and spec else 0
-    max_positions = resolved.max_model_len + num_drafts + 1
+    overhang = drafter_type.overhang(spec) if drafter_type and spec else 1
+    max_positions = resolved.max_model_len + overhang
     shapes = attention_shapes(model_config, page_size=resolved.block_size, dtype=dtype)
     backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)
     for shape in shapes:
@@ -136,6 +137,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         num_rows=resolved.max_num_seqs,
         max_model_len=resolved.max_model_len,
         num_drafts=num_drafts,
+        overhang=overhang,
         page_size=resolved.block_size,
         draft_vocab=model_config.vocab_size if drafter and drafter.sampled else 0,
         device=device,

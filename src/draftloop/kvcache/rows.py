@@ -74,14 +74,16 @@ class RowState:
         page_size: int,
         draft_vocab: int,
         device: torch.device,
+        overhang: int = 0,
     ) -> RowState:
         """Allocate for `num_rows` requests of at most `max_model_len` tokens.
+
+        A pass may reach `overhang` positions past that, at least K + 1; what it finds there is dropped.
 
         `draft_vocab` > 0 also keeps the distribution of each draft.
         """
         rows = num_rows + 1
-        # a verify block may reach this far past the limit; what it finds there is dropped
-        length = max_model_len + num_drafts + 1
+        length = max_model_len + max(num_drafts + 1, overhang)
         pages = -(-length // page_size)
 
         def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
