@@ -24,7 +24,8 @@ from torch import Tensor
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import ModeSetting, Phase
 from draftloop.graphs.program import Recorder
-from draftloop.graphs.table import GraphTable, Ladders
+from draftloop.graphs.sizes import Ladders
+from draftloop.graphs.table import GraphTable
 from draftloop.graphs.tape import TapeRecorder
 from draftloop.kvcache.pages import PageAllocator
 from draftloop.kvcache.rows import NO_DRAFT

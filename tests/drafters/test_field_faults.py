@@ -13,7 +13,8 @@ from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.llm import LLM
 from draftloop.errors import GraphError
 from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Pad, Phase, Slot, Unit, settle_mode
-from draftloop.graphs.table import GraphTable, Ladders
+from draftloop.graphs.sizes import Ladders
+from draftloop.graphs.table import GraphTable
 from draftloop.graphs.tape import TapeRecorder
 from helpers import answers, example_configs, greedy, make_engine, near_draft, oracle, prompts
 

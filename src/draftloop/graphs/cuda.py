@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftloop.errors import GraphError
+from draftloop.errors import CapacityError, GraphError
 from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.program import Body, Call, Program, Recorder, in_place
 from draftloop.graphs.ring import Ring
@@ -79,6 +79,9 @@ class CudaRecorder(Recorder):
             self._begin(program)
             try:
                 body((lambda call: self._break(program, call)) if piecewise else in_place)
+            except torch.OutOfMemoryError as error:
+                self._abandon(program)
+                raise CapacityError(str(error).partition(". ")[0]) from error
             except Exception as error:
                 self._abandon(program)
                 raise GraphError(f"capture failed: {error}") from error

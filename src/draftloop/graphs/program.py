@@ -37,7 +37,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, body: Body, *, piecewise: bool, repeats: bool = False) -> Program:
-        """Record `body`, which has been warmed up. Raises GraphError if it cannot be recorded.
+        """Record `body`, which has been warmed up. Raises CapacityError if memory ends, GraphError if it cannot be.
 
         `repeats`: the program will be given to `loop`.
         """

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from draftloop.config.env import Environment
-from draftloop.errors import GraphError
+from draftloop.errors import CapacityError, GraphError
 from draftloop.graphs.buffers import Buffers
 from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Phase, settle_mode
 from draftloop.graphs.program import Attend, Body, Program, Recorder, in_place
 from draftloop.graphs.report import CoverageRow, GraphReport, LoopRow
 from draftloop.graphs.ring import Ring
+from draftloop.graphs.sizes import Ladders
 from draftloop.observability.log import get_logger
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ladders:
-    """The sizes that graphs are captured at, ascending."""
-
-    rows: Sequence[int]
-    """Row counts of uniform phases. Rows are the unit: nobody divides a token count by 1+K."""
-    tokens: Sequence[int]
-    """Token counts of ragged phases."""
-    prefill_rows: int
-    """Every ragged graph is padded to this many rows."""
 
 
 @dataclass(kw_only=True)
@@ -101,6 +89,8 @@ class GraphTable:
         self._states: dict[str, _PhaseState] = {}
         self._entries: dict[Key, _Entry] = {}
         self._loops: _Loops | None = None
+        self._unfit: set[Key] = set()
+        """Graphs for which memory did not suffice."""
         for phase in phases:
             if phase.name in self._states:
                 raise ValueError(f"two phases are called {phase.name!r}")
@@ -120,19 +110,10 @@ class GraphTable:
         Capture and dispatch both ask here, so what is captured is what is found.
         """
         state = self._states[name]
-        phase = state.phase
         if state.mode is GraphMode.NONE:
             return None
-        if phase.tokens_per_row is None:
-            bucket = _at_least(self.ladders.tokens, rows if tokens is None else tokens)
-            padded_rows = self._prefill_rows(phase)
-            if bucket is None or rows > padded_rows:
-                return None
-            return Key(phase=name, mode=state.mode, rows=padded_rows, tokens=bucket)
-        bucket = _at_least(self._row_sizes(phase), rows)
-        if bucket is None:
-            return None
-        return Key(phase=name, mode=state.mode, rows=bucket, tokens=bucket * phase.tokens_per_row)
+        key = self.ladders.key(state.phase, state.mode, rows, tokens)
+        return None if key in self._unfit else key
 
     def covers(self, name: str, rows: int) -> bool:
         """True if the phase exists and has a graph for this many rows."""
@@ -146,12 +127,6 @@ class GraphTable:
             for size in (self.ladders.tokens if state.phase.ragged else self.ladders.rows)
         }
         return sorted((key for key in found if key), key=lambda k: (k.tokens, k.rows, k.phase), reverse=True)
-
-    def _row_sizes(self, phase: Phase) -> list[int]:
-        return [rows for rows in self.ladders.rows if phase.max_rows is None or rows <= phase.max_rows]
-
-    def _prefill_rows(self, phase: Phase) -> int:
-        return min(self.ladders.prefill_rows, phase.max_rows or self.ladders.prefill_rows)
 
     def _largest(self, phase: Phase) -> tuple[int, int]:
         """The largest (rows, tokens) that this phase can run at, padded or eager."""
@@ -167,8 +142,9 @@ class GraphTable:
     ) -> None:
         """Capture every key. `warmed()` is called after each warm-up, `progress(key, total)` before each capture.
 
-        Raises GraphError if a phase cannot be captured although it says so, or if graphs are
-        required and the configuration's largest batch has none.
+        A graph for which memory does not suffice is named and left out. Raises GraphError for it if graphs
+        are required, if a phase cannot be captured although it says so, or if graphs are required and the
+        configuration's largest batch has none.
         """
         if self.require_graphs and (gaps := self.uncovered()):
             lines = "; ".join(f"{name}: {why}" for name, why in gaps.items())
@@ -188,7 +164,11 @@ class GraphTable:
                     progress(key, len(keys))
                 self._pad_all(key)
                 before = self.recorder.owned_bytes()
-                program = self._record(key)
+                try:
+                    program = self._record(key)
+                except CapacityError as error:
+                    self._leave_out(key, error)
+                    continue
                 entry = self._keep(key, program)
                 entry.mib = (self.recorder.owned_bytes() - before) / 2**20
                 entry.ms = self.recorder.time_ms(program)
@@ -199,6 +179,17 @@ class GraphTable:
             return self.recorder.record(self._body(key), piecewise=piecewise, repeats=repeats)
         except GraphError as error:
             raise GraphError(f"phase {key.phase!r} at {key.rows} rows, {key.tokens} tokens: {error}") from error
+
+    def _leave_out(self, key: Key, error: CapacityError) -> None:
+        message = (
+            f"no memory for the graph of {key.phase} at {key.rows} rows, {key.tokens} tokens ({error}); lower "
+            "--gpu-memory-utilization, --max-num-seqs or --cudagraph-capture-sizes"
+        )
+        if self.require_graphs:
+            raise GraphError(f"--require-graphs: {message}") from error
+        logger.warning("%s. Smaller ones are tried; such batches run without it", message)
+        self._unfit.add(key)
+        del self._entries[key]
 
     def _keep(self, key: Key, program: Program) -> _Entry:
         entry = self._entries[key]
@@ -258,10 +249,9 @@ class GraphTable:
     def _why_eager(self, state: _PhaseState, rows: int, tokens: int | None) -> str:
         if state.mode is GraphMode.NONE:
             return state.reason
-        if tokens is not None and tokens > max(self.ladders.tokens, default=0):
-            return f"{tokens} tokens exceed the largest captured size {max(self.ladders.tokens, default=0)}"
-        sizes = [self._prefill_rows(state.phase)] if state.phase.ragged else self._row_sizes(state.phase)
-        return f"{rows} rows exceed the largest captured size {max(sizes, default=0)}"
+        if any(key.phase == state.phase.name for key in self._unfit):
+            return "memory did not suffice for a graph of this size"
+        return self.ladders.why_none(state.phase, rows, tokens)
 
     # ---- run --------------------------------------------------------------------------------
 
@@ -427,8 +417,3 @@ class GraphTable:
                 entry.loop.launches = entry.loop.iterations = 0
         for state in self._states.values():
             state.eager_runs.clear()
-
-
-def _at_least(ladder: Sequence[int], size: int) -> int | None:
-    index = bisect_left(ladder, size)
-    return ladder[index] if index < len(ladder) else None
