@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from blocks import wide_block
 from draftloop.config.engine import EngineConfig
 from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.llm import LLM
@@ -84,21 +85,24 @@ def wide_spec(name: str) -> dict | None:
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
         "draft_model": {**SPEC, "model": tiny_model("wide-near", hidden=256, noise=0.06)},
         "eagle3": {"method": "eagle3", "model": wide_head("eagle3"), "num_speculative_tokens": 3},
+        "dflash": {"method": "dflash", "model": wide_block("dflash"), "num_speculative_tokens": 3},
+        "dspark": {"method": "dspark", "model": wide_block("dspark"), "num_speculative_tokens": 3},
     }[name]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("steps", [2, 5, 64])
-@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3"])
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3", "dflash", "dspark"])
 def test_tokens_are_those_of_the_phases_one_by_one_on_a_gpu(name, steps):
+    """40 prompts, eight at a time, greedy and sampled with a seed."""
     shared = {"device": "cuda", "dtype": "float32", "cudagraph_capture_sizes": (2, 8)}
     shared |= {"model": tiny_model("wide", hidden=256), "speculative_config": wide_spec(name)}
     apart = make_engine(**shared, iteration_graph=False, device_loop="off")
     loop = make_engine(**shared, device_loop=steps)
     assert loop.engine.core.worker.loop is not None, "see the log for the reason"
-    asked = prompts(7)
+    asked = prompts(40)
     for temperature, seed in ((0.0, 7), (0.8, 7)):
-        params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=10 + 9 * i) for i in range(7)]
+        params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=10 + 9 * (i % 7)) for i in range(40)]
         for poison in (False, True):
             loop.engine.table.poison = poison
             loop.reset_graph_counts()
