@@ -3,10 +3,67 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
-from draftloop.errors import RequestError
+from draftloop.errors import RequestError, nearest
+
+GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""Ways to say what the output must look like."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output must look like: exactly one of the first six. Raises RequestError otherwise."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as text or as a dict."""
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """A grammar in EBNF whose first rule is `root`."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """Parts between tags have grammars, the rest is free; xgrammar's format."""
+    disable_any_whitespace: bool = False
+    """JSON in its compact form only."""
+    after_token_id: int | None = None
+    """The output is free up to this token (the end of a reasoning section) and obeys from the next one on."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        given = [name for name in GRAMMAR_KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            has = "none" if not given else " and ".join(given)
+            raise RequestError(f"structured_outputs has {has}; give exactly one of {', '.join(GRAMMAR_KINDS)}")
+
+        def need(ok: bool, name: str, limit: str) -> None:
+            if not ok:
+                raise RequestError(f"structured_outputs.{name} is {getattr(self, name)!r}; it must be {limit}")
+
+        for name in ("json", "structural_tag"):
+            value = getattr(self, name)
+            need(value is None or (isinstance(value, (str, Mapping)) and bool(value)), name, "a JSON text or a dict")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            need(value is None or (isinstance(value, str) and bool(value)), name, "a text that is not empty")
+        need(self.json_object in (None, True, False), "json_object", "true or false")
+        texts = self.choice is None or all(isinstance(text, str) and text for text in self.choice)
+        need(texts, "choice", "a list of texts that are not empty")
+        need(self.after_token_id is None or _is_id(self.after_token_id), "after_token_id", "a token id >= 0")
+
+    @property
+    def kind(self) -> str:
+        """Which of the six was given."""
+        return next(name for name in GRAMMAR_KINDS if getattr(self, name) not in (None, False))
+
+
+GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +81,40 @@ class SamplingParams:
     """Keep this many most likely tokens; 0 (or -1) keeps all."""
     min_p: float = 0.0
     """Keep tokens at least this fraction as likely as the most likely one."""
+    presence_penalty: float = 0.0
+    """Taken once from the logit of every token of the output so far."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it is in the output so far."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or output are divided by this if positive, else multiplied; 1 changes nothing."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Nothing else is ever produced."""
+    bad_words: tuple[str, ...] = ()
+    """Texts whose tokens are never produced in this order."""
+    min_tokens: int = 0
+    """The request does not end by a token or a stop text before it has this many."""
     seed: int | None = None
     """Same request, same seed, same tokens, whatever else is in the batch."""
+    n: int = 1
+    """Answers to give; answer i has the seed `seed + i`."""
     max_tokens: int | None = 16
     """Tokens to produce at most; None: up to the model's length."""
+    logprobs: int | None = None
+    """Report the logarithm of each produced token's probability, and of this many likeliest ones."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, but for the first."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many tokens of the prompt, the last ones; -1: as many as leave room for the answer."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """A grammar that the output obeys; a dict is taken too."""
+    extra_args: Mapping[str, Any] | None = None
+    """Arguments of custom logits processors, by name."""
     stop: tuple[str, ...] = ()
-    """Texts that end the request; not part of the output."""
+    """Texts that end the request; not part of the output, unless asked for."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop text that ended the request in the output."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the request; not part of the output text."""
     ignore_eos: bool = False
@@ -40,32 +125,96 @@ class SamplingParams:
     """Make text of the tokens; without it the text stays empty, and much work is saved."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._accept_kin()
 
         def need(ok: bool, name: str, limit: str) -> None:
             if not ok:
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
 
+        def need_count(name: str, least: int = 0) -> None:
+            value = getattr(self, name)
+            need(value is None or (_is_int(value) and value >= least), name, f"an integer >= {least}")
+
         need(_is_number(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0")
         need(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
         need(_is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer >= 1, or 0 or -1 for all")
         need(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            need(_is_number(value) and -2 <= value <= 2, name, "in [-2, 2]")
+        need(
+            _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            "a number above 0",
+        )
+        bias = self.logit_bias or {}
+        need(all(map(_is_id, bias)), "logit_bias", "a mapping from token ids >= 0")
+        need(all(_is_number(x) and -100 <= x <= 100 for x in bias.values()), "logit_bias", "numbers in [-100, 100]")
+        allowed = self.allowed_token_ids
+        need(allowed is None or (bool(allowed) and all(map(_is_id, allowed))), "allowed_token_ids", "token ids >= 0")
+        need(all(isinstance(s, str) and s.strip() for s in self.bad_words), "bad_words", "non-empty texts")
         need(self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "seed", "in [0, 2**63)")
-        need(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1), "max_tokens", ">= 1")
+        need(_is_int(self.n), "n", "an integer >= 1")
+        need_count("n", 1)
+        need(self.n == 1 or self.temperature > 0, "n", "1 at temperature 0, where all answers are the same")
+        need_count("max_tokens", 1)
+        need(_is_int(self.min_tokens), "min_tokens", "an integer >= 0")
+        need_count("min_tokens")
+        limit = self.max_tokens
+        need(limit is None or self.min_tokens <= limit, "min_tokens", f"at most max_tokens, {limit}")
+        need_count("logprobs")
+        need_count("prompt_logprobs")
+        keep = self.truncate_prompt_tokens
+        need(keep is None or (_is_int(keep) and (keep >= 1 or keep == -1)), "truncate_prompt_tokens", ">= 1, or -1")
         need(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty texts")
         need(self.detokenize or not self.stop, "stop", "left out where detokenize is off: there is no text to stop at")
-        need(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids >= 0")
+        need(all(map(_is_id, self.stop_token_ids)), "stop_token_ids", "token ids >= 0")
+        grammar = isinstance(self.structured_outputs, StructuredOutputsParams | None)
+        need(grammar, "structured_outputs", "StructuredOutputsParams or a dict")
+        ends = self.structured_outputs is None or not self.ignore_eos
+        need(ends, "ignore_eos", "false with structured_outputs: what is complete has to end")
+        need(self.extra_args is None or isinstance(self.extra_args, Mapping), "extra_args", "a mapping")
+
+    def _accept_kin(self) -> None:
+        """Take what Python and JSON callers naturally pass: one text, lists, None, dicts, ids that are texts."""
+        put = object.__setattr__
+        for name in ("stop", "bad_words"):
+            if isinstance(value := getattr(self, name), str):
+                put(self, name, (value,))
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            put(self, name, tuple(getattr(self, name) or ()))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if isinstance(self.logit_bias, Mapping):
+            digits = {k: int(k) if isinstance(k, str) and k.isdecimal() else k for k in self.logit_bias}
+            put(self, "logit_bias", {digits[k]: value for k, value in self.logit_bias.items()} or None)
+        elif self.logit_bias is not None:
+            raise RequestError(f"logit_bias is {self.logit_bias!r}; it must be a mapping from token ids to numbers")
+        if isinstance(self.structured_outputs, Mapping):
+            known = [f.name for f in fields(StructuredOutputsParams)]
+            for key in self.structured_outputs:
+                if key not in known:
+                    raise RequestError(f"structured_outputs has no key {key!r}{nearest(str(key), known)}")
+            put(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @cached_property
+    def constrained(self) -> bool:
+        """Logits are changed before a token is chosen from them."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
+        lists = (self.logit_bias, self.allowed_token_ids, self.bad_words, self.extra_args)
+        return any(penalties) or any(lists) or self.min_tokens > 0 or self.structured_outputs is not None
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_id(value: object) -> bool:
+    return _is_int(value) and value >= 0  # type: ignore[operator]
 
 
 def _is_number(value: object) -> bool:
@@ -104,6 +253,22 @@ class SpeculationStats:
         return tuple(sum(self.acceptance_histogram[i:]) / steps for i in range(1, self.num_spec_tokens + 1))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logprob:
+    """A token that was produced, or could have been, at some place."""
+
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int
+    """1 for the likeliest token."""
+    decoded_token: str | None = None
+    """Its text; None without a tokenizer."""
+
+
+Logprobs = dict[int, Logprob]
+"""By token id: the token that is there, then the likeliest ones."""
+
+
 @dataclass(kw_only=True)
 class CompletionOutput:
     """One answer. `finish_reason` is "stop", "length", "abort" or "error"; None while it runs."""
@@ -111,6 +276,10 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Sum over `token_ids`, where `logprobs` are asked for."""
+    logprobs: list[Logprobs] | None = None
+    """One for each of `token_ids`."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -124,6 +293,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """One for each of `prompt_token_ids`, where asked for; None for the first, which nothing precedes."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """`time_to_first_token_ms`, `generation_time_ms`, `queue_time_ms`, `tokens_per_second`."""
     spec: SpeculationStats | None = None

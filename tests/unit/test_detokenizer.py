@@ -91,5 +91,5 @@ def test_without_a_tokenizer_the_text_stays_empty():
 def test_no_text_is_made_where_none_is_wanted(tokenizer):
     detokenizer, seen, stop = feed(tokenizer, "some text", detokenize=False)
     assert (detokenizer.text, stop, set(seen)) == ("", None, {""})
-    with pytest.raises(RequestError, match="stop is .*; it must be left out where detokenize is off"):
+    with pytest.raises(RequestError, match=r"stop is .*; it must be left out where detokenize is off"):
         SamplingParams(stop=("x",), detokenize=False)

@@ -64,6 +64,12 @@ class EngineConfig:
     """Decoding steps that the device may repeat with no host in between; auto: 64 on GPUs, none on a CPU."""
     attention_backend: str = "auto"
     """Attention implementation; auto takes the best one for the device."""
+    max_logprobs: int = 20
+    """Most likeliest tokens that a request may have reported at each place."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    """Report what the model says, or what is left of it after the request's sampling parameters."""
+    logits_processors: tuple[str, ...] = ()
+    """Custom rules for logits, each "package.module:Class", a LogitsProcessor."""
     async_scheduling: bool | None = None
     """Plan the next step while one runs; left out, on for GPUs unless the drafter works on the host."""
     disable_log_stats: bool = False
@@ -88,6 +94,7 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             self._need(value is None or value >= 1, name, "an integer >= 1")
+        self._need(self.max_logprobs >= 0, "max_logprobs", "an integer >= 0")
         self._need(self.device_loop in ("auto", "off") or int(self.device_loop) >= 1, "device_loop", LOOPS)
         self._need(self.block_size in (None, *PAGE_SIZES), "block_size", "16, 32 or 64")
         self._need(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "in (0, 1]")
@@ -114,9 +121,10 @@ class EngineConfig:
                 put(self, name, os.fspath(value))
         if type(self.dtype).__module__ == "torch":
             put(self, "dtype", str(self.dtype).removeprefix("torch."))
-        sizes = self.cudagraph_capture_sizes
-        if isinstance(sizes, Sequence) and not isinstance(sizes, str):
-            put(self, "cudagraph_capture_sizes", tuple(sizes))
+        for name in ("cudagraph_capture_sizes", "logits_processors"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                put(self, name, tuple(value))
 
     def _need(self, ok: bool, name: str, limit: str) -> None:
         check(ok, self, name, limit)

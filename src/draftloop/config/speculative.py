@@ -44,8 +44,11 @@ class SpeculativeConfig:
     """greedy: draft the most likely token. probabilistic: sample from the drafter and accept by its probabilities."""
     parallel_drafting: bool | None = None
     """eagle3, draft_model: all drafts in one pass, from masks; the same as the methods peagle and pard."""
-    rejection_sample_method: Literal["standard", "synthetic"] | None = None
-    """standard: lossless. synthetic: forced acceptance, for benchmarks without a trained drafter."""
+    parallel_drafting: bool | None = None
+    """eagle3, draft_model: all drafts in one pass, from masks; the same as the methods peagle and pard."""
+    rejection_sample_method: Literal["standard", "block", "synthetic"] | None = None
+    """standard: lossless, draft by draft. block: lossless, all drafts together, so that more of them stand where
+    they are sampled. synthetic: forced acceptance, for benchmarks without a trained drafter."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     """Share of steps in which the first i drafts are all accepted, for i = 1 .. K; never rising."""
     synthetic_acceptance_length: float | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftloop.kernels.write_draft import DraftRows, write_draft, write_likeliest
 from draftloop.kvcache.rows import NO_DRAFT, RowState
-from draftloop.sampling.noise import Stream, gumbel_argmax
+from draftloop.sampling.noise import Stream, gumbel_argmax, in_block
 from draftloop.sampling.sampler import SamplingRows, greedy_tokens, probabilities
 
 
@@ -84,7 +84,7 @@ def _sample(
     sampling = SamplingRows.gather(state, rows_R).repeat(index_RJ.shape[1])
     # any distribution drafts without loss; leaving top_k and top_p to the target saves a sort
     probs_NW = probabilities(logits_NW, sampling, truncate=False)
-    positions_N = (state.num_tokens_M[rows_R][:, None] + index_RJ).flatten()
+    positions_N = in_block(state.num_tokens_M[rows_R][:, None], index_RJ).flatten()
     choice_N = gumbel_argmax(probs_NW.log(), sampling.seed_N, positions_N, Stream.DRAFT)
     if target_ids_W is not None:
         # what has no logit is never drafted, and its probability must say so to stay lossless

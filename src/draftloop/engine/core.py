@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from draftloop.engine.check_request import RequestChecker
 from draftloop.engine.detokenizer import Detokenizer
-from draftloop.engine.flight import Emitted, InFlight
+from draftloop.engine.flight import Emitted, InFlight, Report
+from draftloop.engine.logprobs import LogprobReader
 from draftloop.engine.observe import observed_block, observed_chunks
 from draftloop.engine.stats import EngineStats
 from draftloop.engine.worker import Worker
 from draftloop.errors import RequestError
 from draftloop.request import SamplingParams
+from draftloop.sampling.grammar import GrammarCompiler
 from draftloop.scheduler.batch import Sequence, Stage, StepPlan
 from draftloop.scheduler.scheduler import Scheduler
 
@@ -30,9 +33,19 @@ class EngineCore:
         eos_ids: frozenset[int],
         pipeline_depth: int,
         tokenizer=None,
+        max_logprobs: int = 0,
     ) -> None:
         self.scheduler, self.worker, self.tokenizer = scheduler, worker, tokenizer
         self.vocab_size, self.eos_ids, self.pipeline_depth = vocab_size, eos_ids, pipeline_depth
+        self.checker = RequestChecker(
+            vocab_size=vocab_size,
+            max_model_len=scheduler.max_model_len,
+            max_logprobs=max_logprobs,
+            tokenizer=tokenizer,
+            processors=worker.processors,
+        )
+        self.grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
+        self._reader = LogprobReader(tokenizer)
         self.stats = EngineStats(num_drafts=worker.num_drafts)
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, Detokenizer] = {}
@@ -47,24 +60,24 @@ class EngineCore:
         """Queue a request.
 
         Raises RequestError for an id in use, an empty or too long prompt, ids outside of the
-        vocabulary, or a request that the cache could never hold.
+        vocabulary, parameters that this engine cannot serve, or a request that the cache could never hold.
         """
         if request_id in self._sequences:
             raise RequestError(f"request id {request_id!r} is running already; choose another")
-        for name, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
-            bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < self.vocab_size), None)
-            if bad is not None:
-                raise RequestError(f"{name} holds token id {bad!r}; this model's ids are 0 to {self.vocab_size - 1}")
-        if params.stop and self.tokenizer is None:
-            raise RequestError(f"stop is {list(params.stop)!r}, but without a tokenizer there is no text to stop at")
+        prompt_ids = self.checker.prompt(prompt_ids, params)
+        self.checker.check(params)
         sequence = Sequence(
             request_id=request_id,
             number=self._count,
-            prompt_ids=list(prompt_ids),
+            prompt_ids=prompt_ids,
             params=params,
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
             speculation=speculation and self.worker.num_drafts > 0,
+            bad_words=self.checker.bad_words(params),
+            grammar=self.grammars.follow(params.structured_outputs) if params.structured_outputs else None,
         )
+        if params.prompt_logprobs is not None:
+            sequence.prompt_logprobs.append(None)
         self.scheduler.add(sequence)
         self._count += 1
         self._sequences[request_id] = sequence
@@ -94,6 +107,7 @@ class EngineCore:
 
         Returns the requests that got tokens, with their text so far. Raises what went wrong on the device.
         """
+        failed = self._fail_uncompiled()
         plan = self._next_plan()
         now = time.perf_counter()
         for chunk in plan.chunks:
@@ -104,8 +118,28 @@ class EngineCore:
             self._in_flight.append(self.worker.launch(plan))
             self.scheduler.launched(plan)
         if self._in_flight and (not plan or self._in_flight[-1].repeats or len(self._in_flight) >= self.pipeline_depth):
-            return self._commit_oldest()
-        return []
+            return [*failed, *self._commit_oldest()]
+        if not plan and not failed:
+            self._wait_for_grammars()
+        return failed
+
+    def _fail_uncompiled(self) -> list[tuple[Sequence, str]]:
+        """End requests whose grammar, which looked well, could not be compiled."""
+        failed = []
+        for sequence in [s for s in self.scheduler.waiting if s.grammar is not None and s.grammar.ready]:
+            assert sequence.grammar is not None
+            if sequence.grammar.error is not None:
+                sequence.finish_reason, sequence.error = "error", sequence.grammar.error
+                self.scheduler.abort(sequence)
+                failed.append((sequence, ""))
+                self._forget(sequence)
+        return failed
+
+    def _wait_for_grammars(self) -> None:
+        """There is nothing to run, nor in flight: do not spin while grammars are being compiled."""
+        grammar = next((s.grammar for s in self.scheduler.waiting if s.grammar is not None), None)
+        if grammar is not None:
+            grammar.wait(timeout_s=0.01)
 
     def _next_plan(self) -> StepPlan:
         """What to launch now. Nothing while the device repeats decoding by itself; prompts end that."""
@@ -114,6 +148,8 @@ class EngineCore:
             if not plan.chunks:
                 return NOTHING
             self._in_flight[-1].interrupt()
+        if self._in_flight and any(sequence.grammar is not None for sequence in plan.decodes):
+            return NOTHING  # the masks of a step follow from the tokens of the last one
         return plan if len(self._in_flight) < self.pipeline_depth else NOTHING
 
     def _commit_oldest(self) -> list[tuple[Sequence, str]]:
@@ -134,6 +170,7 @@ class EngineCore:
         """End what is in flight and wait for it. Its tokens are dropped."""
         while self._in_flight:
             self._in_flight.popleft().drop()
+        self.grammars.close()
 
     def _commit(self, plan: StepPlan, emitted: Emitted) -> list[tuple[Sequence, str]]:
         """Apply what a step emitted. Rows that ended while it was in flight are passed over."""
@@ -142,15 +179,21 @@ class EngineCore:
                 sequence.has_drafts = emitted.has_drafts[sequence.row]
         changed = []
         observed = observed_chunks(plan, emitted)  # before first tokens end some of these requests
-        ending = [chunk.sequence for chunk in plan.chunks if chunk.completes_prompt]
-        for sequence, token in zip(ending, emitted.first_tokens, strict=True):
+        self._report_prompts(plan, emitted)
+        ending = [(at, chunk.sequence) for at, chunk in enumerate(plan.chunks) if chunk.completes_prompt]
+        for (at, sequence), token in zip(ending, emitted.first_tokens, strict=True):
             if sequence.stage is not Stage.FINISHED:
                 sequence.first_token = time.perf_counter()
-                changed.append(self._append(sequence, [token]))
+                report = emitted.first_logprobs
+                tokens = [token] if token >= 0 else []
+                self._report(sequence, tokens, report and (report[0][at : at + 1], report[1][at : at + 1]))
+                changed.append(self._append(sequence, tokens))
         rows = zip(plan.decodes, emitted.tokens, emitted.num_accepted, emitted.num_drafted, strict=True)
         for index, (sequence, tokens, num_accepted, num_drafted) in enumerate(rows):
             if sequence.stage is not Stage.FINISHED:
                 known = len(sequence.output_ids)
+                report = emitted.logprobs
+                self._report(sequence, tokens, report and (report[0][index], report[1][index]))
                 changed.append(self._append(sequence, tokens))
                 if self.worker.observes:
                     assert emitted.hidden is not None, "a step ran past the drafter that observes it"
@@ -162,34 +205,73 @@ class EngineCore:
             self.worker.drafter.observe(observed)
         return changed
 
+    def _report_prompts(self, plan: StepPlan, emitted: Emitted) -> None:
+        """Logprobs of the prompt tokens that stand behind those of this step."""
+        if emitted.prompt_logprobs is None:
+            return
+        ids_TP, values_TP = emitted.prompt_logprobs
+        start = 0
+        for chunk in plan.chunks:
+            sequence, num_top = chunk.sequence, chunk.sequence.params.prompt_logprobs
+            if num_top is not None and sequence.stage is not Stage.FINISHED:
+                for at, token in enumerate(sequence.prompt_ids[chunk.start + 1 : chunk.end + 1], start):
+                    sequence.prompt_logprobs.append(self._reader.read(token, ids_TP[at], values_TP[at], num_top))
+            start += chunk.count
+
+    def _report(self, sequence: Sequence, tokens: list[int], report: Report | None) -> None:
+        """Logprobs of tokens that are about to be taken; those past the request's end are dropped with them."""
+        num_top = sequence.params.logprobs
+        if num_top is not None:
+            assert report is not None, "a step with a row that asks for logprobs did not report them"
+            for token, ids_P, values_P in zip(tokens, *report, strict=False):
+                sequence.logprobs.append(self._reader.read(token, ids_P, values_P, num_top))
+
     def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[Sequence, str]:
-        """Take tokens up to the first one that ends the request."""
+        """Take tokens up to the first one that ends the request. None at all: its logits were bad."""
         text = self._texts[sequence.request_id]
         for token in tokens:
             sequence.output_ids.append(token)
             self.stats.generated_tokens += 1
             if self._ends(sequence, token, text):
                 break
+        if not tokens:
+            sequence.finish_reason, sequence.error = "error", _bad_logits(sequence)
+        del sequence.logprobs[len(sequence.output_ids) :]
         if sequence.finish_reason is None and sequence.num_prompt + len(sequence.output_ids) >= sequence.max_total:
             sequence.finish_reason = "length"
         if sequence.finish_reason is not None:
             text.flush()
             sequence.finished = time.perf_counter()
             self.scheduler.finish(sequence)
-            self._sequences.pop(sequence.request_id)
-            self._texts.pop(sequence.request_id)
+            self._forget(sequence)
             self._interrupt()
         return sequence, text.text
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id], self._texts[sequence.request_id]
 
     def _ends(self, sequence: Sequence, token: int, text: Detokenizer) -> bool:
         """Does this token end the request? Its text is added unless it is a mere end marker."""
         params = sequence.params
+        if sequence.grammar is not None and not sequence.grammar.accept(token):
+            sequence.finish_reason, sequence.error = "error", f"token {token} does not fit the grammar"
+            return True
         if token in sequence.eos_ids or token in params.stop_token_ids:
             sequence.finish_reason = "stop"
             sequence.stop_reason = token if token in params.stop_token_ids else None
             return True
-        stop = text.add(token)
+        stop = text.add(token, may_stop=len(sequence.output_ids) > params.min_tokens)
         if stop is not None:
             sequence.finish_reason, sequence.stop_reason = "stop", stop
             return True
         return False
+
+
+def _bad_logits(sequence: Sequence) -> str:
+    place = sequence.num_prompt + len(sequence.output_ids)
+    if sequence.params.constrained:
+        return (
+            f"no token can follow the first {place}: the request's parameters leave none, or the model's logits are "
+            f"NaN or infinite"
+        )
+    return f"the model's logits after {place} tokens are NaN or infinite"

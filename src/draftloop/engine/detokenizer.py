@@ -12,7 +12,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self.text = ""
-        self._stop = params.stop
+        self._stop, self._include_stop = params.stop, params.include_stop_str_in_output
         self._backend = getattr(tokenizer, "backend_tokenizer", None) if params.detokenize else None
         self._stream = None
         if self._backend is not None:
@@ -22,8 +22,8 @@ class Detokenizer:
         self._pending: list[int] = []
         self._skip_special = params.skip_special_tokens
 
-    def add(self, token: int) -> str | None:
-        """Add a token. Returns the stop text that it completed, if any; the text then ends before it."""
+    def add(self, token: int, *, may_stop: bool = True) -> str | None:
+        """Add a token. Returns the stop text that it completed, if any; the text then ends before it, or with it."""
         if self._stream is None or self._backend is None:
             return None
         piece = self._stream.step(self._backend, token)
@@ -34,11 +34,13 @@ class Detokenizer:
         # a stop text may begin in what is there already, but must end in the new piece
         start = max(len(self.text) - max(map(len, self._stop), default=0), 0)
         self.text += piece
+        if not may_stop:
+            return None
         found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
         if not found:
             return None
         at, stop = min(found)
-        self.text = self.text[:at]
+        self.text = self.text[: at + len(stop) if self._include_stop else at]
         return stop
 
     def flush(self) -> None:

@@ -14,6 +14,9 @@ from draftloop.graphs.loop import Loop
 from draftloop.graphs.ring import Stop
 from draftloop.scheduler.batch import StepPlan
 
+Report = tuple[Tensor, Tensor]
+"""Ranks and ids, and logprobs; see `sampling.logprobs.token_logprobs`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Emitted:
@@ -29,6 +32,12 @@ class Emitted:
     """Per decoding row: drafts that were verified."""
     has_drafts: list[bool] | None
     """Per engine row, whether something was drafted for the next step; None where nobody waits for it."""
+    logprobs: Report | None = None
+    """Per decoding row and position, where some row asks for them."""
+    first_logprobs: Report | None = None
+    """Per chunk."""
+    prompt_logprobs: Report | None = None
+    """Per prompt token of all chunks: of the token after it."""
     prompt_hidden: Tensor | None = None
     """[tokens of all chunks, layers * hidden size], for a drafter that observes."""
     hidden: Tensor | None = None
@@ -82,6 +91,7 @@ class StepInFlight(InFlight):
         if self._arrived is not None:
             self._arrived.synchronize()
         prompt_hidden, hidden = (self._copies.pop(name, None) for name in ("prompt_hidden", "hidden"))
+        logprobs, first, prompt = (self._report(name) for name in ("", "first_", "prompt_"))
         lists = {name: value.tolist() for name, value in self._copies.items()}
         ending = [i for i, chunk in enumerate(self.plan.chunks) if chunk.completes_prompt]
         return _emitted(
@@ -90,7 +100,14 @@ class StepInFlight(InFlight):
             has_drafts=lists.get("has_drafts"),
             prompt_hidden=prompt_hidden,
             hidden=hidden,
+            logprobs=logprobs,
+            first_logprobs=first,
+            prompt_logprobs=prompt,
         )
+
+    def _report(self, prefix: str) -> Report | None:
+        ids, values = (self._copies.pop(f"{prefix}{name}", None) for name in ("logprob_ids", "logprobs"))
+        return None if ids is None or values is None else (ids, values)
 
 
 class LoopInFlight(InFlight):

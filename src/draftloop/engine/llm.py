@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -33,13 +34,14 @@ class LLM:
         self.config = EngineConfig.from_mapping(model=model, **settings)
         self._engine: Engine | None = start(self.config)
         self._ids = itertools.count()
-        self._streams: dict[str, RequestOutput] = {}
+        self._open: dict[str, tuple[RequestOutput, list[Running]]] = {}
+        """By the engine's request id: the output that it is an answer of, and what runs for all of its answers."""
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
         """The same from a ready configuration."""
         llm = cls.__new__(cls)
-        llm.config, llm._engine, llm._ids, llm._streams = config, start(config), itertools.count(), {}
+        llm.config, llm._engine, llm._ids, llm._open = config, start(config), itertools.count(), {}
         return llm
 
     # ---- answers ----------------------------------------------------------------------------
@@ -64,29 +66,24 @@ class LLM:
             params = list(sampling_params)
             if len(params) != len(many):
                 raise RequestError(f"{len(many)} prompts came with {len(params)} sampling_params; give one or one each")
-        outputs: dict[str, RequestOutput] = {}
-        added: list[str] = []
+        outputs: list[RequestOutput] = []
         for prompt, one in zip(many, params, strict=True):
-            request_id = self._next_id()
             try:
-                outputs[request_id] = self._add(request_id, prompt, one, speculation)
-                added.append(request_id)
+                outputs.append(self._add(prompt, one, speculation))
             except RequestError as error:
                 if len(many) == 1:
                     raise
-                outputs[request_id] = _refused(request_id, prompt, error)
-        with tqdm(total=len(added), desc="Answering", disable=not use_tqdm) as bar:
+                outputs.append(_refused(self._next_id(), prompt, error))
+        running = [output for output in outputs if not output.finished]
+        total = sum(len(output.outputs) for output in running)
+        with tqdm(total=total, desc="Answering", disable=not use_tqdm) as bar:
             try:
                 while not self.engine.core.idle:
-                    for sequence, text in self._step():
-                        if sequence.finish_reason is not None and sequence.request_id in outputs:
-                            _fill(outputs[sequence.request_id], sequence, text)
-                            bar.update()
-            except BaseException:
-                for request_id in added:  # an interrupt must not leave requests behind
-                    self.engine.core.abort(request_id)
-                raise
-        return list(outputs.values())
+                    bar.update(sum(sequence.finish_reason is not None for sequence, _ in self._step()))
+            finally:  # an interrupt must not leave requests behind
+                for output in running:
+                    self._close(output)
+        return outputs
 
     def chat(
         self,
@@ -108,42 +105,58 @@ class LLM:
         """Yield the growing answer to one prompt or conversation; abandoning the iterator ends the request."""
         if prompt and not isinstance(prompt, str) and isinstance(prompt[0], Mapping):
             prompt = self._render(prompt)  # type: ignore[arg-type]
-        request_id = self._next_id()
-        output = self._add(request_id, prompt, sampling_params or SamplingParams(), speculation)  # type: ignore[arg-type]
-        self._streams[request_id] = output
-        num_seen = 0
+        output = self._add(prompt, sampling_params or SamplingParams(), speculation)  # type: ignore[arg-type]
+        num_seen, is_last = 0, False
         try:
-            while not output.finished or len(output.outputs[0].token_ids) > num_seen:
-                if len(output.outputs[0].token_ids) > num_seen:  # whoever made the step
-                    num_seen = len(output.outputs[0].token_ids)
+            while not is_last:
+                if _num_tokens(output) > num_seen or output.finished:  # whoever made the step
+                    num_seen, is_last = _num_tokens(output), output.finished
                     yield output
                 elif self.engine.core.idle:
                     return  # aborted from outside
                 else:
                     self._step()
         finally:
-            del self._streams[request_id]
+            self._close(output)
             if self._engine is not None:
-                self._engine.core.abort(request_id)
                 while self._engine.core.scheduler.idle and not self._engine.core.idle:
                     self._engine.core.step()  # what is in flight lands, where nobody else is served
 
     def _step(self) -> list[tuple[Running, str]]:
-        """Step the engine, and bring open streams up to date, whoever it is that steps."""
+        """Step the engine, and bring outputs up to date, whoever it is that steps."""
         changed = self.engine.core.step()
         for sequence, text in changed:
-            if stream := self._streams.get(sequence.request_id):
-                _fill(stream, sequence, text)
+            if place := self._open.get(sequence.request_id):
+                output, running = place
+                _fill(output, running, running.index(sequence), text)
         return changed
+
+    def _close(self, output: RequestOutput) -> None:
+        """Nobody waits for this output any more."""
+        for answer in output.outputs:
+            request_id = _answer_id(output, answer.index)
+            self._open.pop(request_id, None)
+            if self._engine is not None:
+                self._engine.core.abort(request_id)
 
     def _next_id(self) -> str:
         return str(next(self._ids))
 
-    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, speculation: bool) -> RequestOutput:
+    def _add(self, prompt: Prompt, params: SamplingParams, speculation: bool) -> RequestOutput:
+        """Queue one request for each answer. All or none: the first one is refused if any would be."""
         text, ids = self._tokenize(prompt)
-        self.engine.core.add(request_id, ids, params, speculation=speculation)
-        answer = CompletionOutput(index=0, text="", token_ids=[])
-        return RequestOutput(request_id=request_id, prompt=text, prompt_token_ids=ids, outputs=[answer], finished=False)
+        answers = [CompletionOutput(index=index, text="", token_ids=[]) for index in range(params.n)]
+        output = RequestOutput(
+            request_id=self._next_id(), prompt=text, prompt_token_ids=ids, outputs=answers, finished=False
+        )
+        running: list[Running] = []
+        for answer in answers:
+            request_id = _answer_id(output, answer.index)
+            one = params if params.n == 1 else _one_of(params, answer.index)
+            running.append(self.engine.core.add(request_id, ids, one, speculation=speculation))
+            self._open[request_id] = output, running
+        output.prompt_token_ids = running[0].prompt_ids
+        return output
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if not isinstance(prompt, str):
@@ -214,13 +227,35 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [many] if many and isinstance(many[0], int) else many  # type: ignore[list-item]
 
 
-def _fill(output: RequestOutput, sequence: Running, text: str) -> None:
-    """Bring an output up to date with its request."""
-    answer = output.outputs[0]
+def _answer_id(output: RequestOutput, index: int) -> str:
+    """What the engine calls one answer of a request."""
+    return output.request_id if len(output.outputs) == 1 else f"{output.request_id}-{index}"
+
+
+def _one_of(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of one answer of several: its own seed, and the prompt is reported once."""
+    seed = None if params.seed is None else (params.seed + index) % 2**63
+    return replace(params, n=1, seed=seed, prompt_logprobs=None if index else params.prompt_logprobs)
+
+
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(answer.token_ids) for answer in output.outputs)
+
+
+def _fill(output: RequestOutput, running: Sequence[Running], index: int, text: str) -> None:
+    """Bring an answer up to date with what the engine runs for it."""
+    answer, sequence = output.outputs[index], running[index]
     answer.text, answer.token_ids = text, list(sequence.output_ids)
     answer.finish_reason, answer.stop_reason = sequence.finish_reason, sequence.stop_reason
-    output.finished, output.error = sequence.finish_reason is not None, sequence.error
-    output.spec = speculation_stats(sequence)
+    if sequence.params.logprobs is not None:
+        answer.logprobs = list(sequence.logprobs)
+        ids = zip(sequence.output_ids, sequence.logprobs, strict=True)
+        answer.cumulative_logprob = sum(found[token].logprob for token, found in ids)
+    if sequence.params.prompt_logprobs is not None:
+        output.prompt_logprobs = list(sequence.prompt_logprobs)
+    output.finished = all(one.finish_reason is not None for one in output.outputs)
+    output.error = sequence.error or output.error
+    output.spec = speculation_stats(running)
     now = sequence.finished or time.perf_counter()
     decoding = now - sequence.first_token
     output.metrics = {

@@ -21,11 +21,13 @@ from draftloop.drafters.made_for import warn_of_other_target
 from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
 from draftloop.engine.iteration import iteration_phases
+from draftloop.engine.logprobs import logprob_phases
 from draftloop.engine.target import target_phases
 from draftloop.engine.worker import Worker
 from draftloop.graphs.phase import Key, ModeSetting
 from draftloop.graphs.program import Recorder
-from draftloop.graphs.table import GraphTable, Ladders
+from draftloop.graphs.sizes import Ladders
+from draftloop.graphs.table import GraphTable
 from draftloop.graphs.tape import TapeRecorder
 from draftloop.kvcache.pages import PageAllocator
 from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
@@ -40,7 +42,10 @@ from draftloop.models.loader import (
     load_tokenizer,
     resolve_model,
 )
-from draftloop.sampling.accept import conditional_rates
+from draftloop.sampling.accept import accept_sampled_rows, conditional_rates
+from draftloop.sampling.block_verification import accept_block_rows
+from draftloop.sampling.commit import Rule
+from draftloop.sampling.logits_processors import load_logits_processors
 from draftloop.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -141,11 +146,18 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         page_size=resolved.block_size,
         draft_vocab=model_config.vocab_size if drafter and drafter.sampled else 0,
         device=device,
+        vocab_size=model_config.vocab_size,
     )
     target_specs = cache_specs(model_config, dtype)
     specs = [*target_specs, *(drafter.cache_specs() if drafter else [])]
     pool = _make_pool(config, resolved, specs, state, device)
     target_caches = model.layer_caches(pool.caches[: len(target_specs)])
+    processors = load_logits_processors(
+        config.logits_processors,
+        num_rows=state.padding_row + 1,
+        vocab_size=model_config.vocab_size,
+        device=device,
+    )
     pages = PageAllocator(pool.num_pages, resolved.block_size)
     phases = target_phases(
         model,
@@ -155,7 +167,19 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         page_size=resolved.block_size,
         support=backend_class.graph_support(device.type),
         aux_layers=drafter.aux_layers if drafter else (),
+        rule=_rule(config),
         synthetic_rates=rates,
+        num_top_logprobs=config.max_logprobs,
+        processors=processors,
+    )
+    phases += logprob_phases(
+        state,
+        num_drafts=num_drafts,
+        vocab_size=model_config.vocab_size,
+        dtype=dtype,
+        num_top=config.max_logprobs,
+        mode=config.logprobs_mode,
+        processors=processors,
     )
     if drafter:
         drafter.read_target(target_caches)
@@ -188,11 +212,20 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             max_model_len=resolved.max_model_len,
             num_drafts=num_drafts,
         ),
-        Worker(table, state, drafter, seed=config.seed, overlaps=resolved.pipeline_depth > 1, loop=loop),
+        Worker(
+            table,
+            state,
+            drafter,
+            seed=config.seed,
+            overlaps=resolved.pipeline_depth > 1,
+            loop=loop,
+            processors=processors,
+        ),
         vocab_size=model_config.vocab_size,
         eos_ids=frozenset(eos_token_ids(source)),
         pipeline_depth=resolved.pipeline_depth,
         tokenizer=tokenizer,
+        max_logprobs=config.max_logprobs,
     )
     clock.lap("tokenizer")
     engine = Engine(
@@ -207,6 +240,12 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     )
     _log(config, engine)
     return engine
+
+
+def _rule(config: EngineConfig) -> Rule:
+    spec = config.speculation
+    is_block = spec is not None and spec.rejection_sample_method == "block"
+    return accept_block_rows if is_block else accept_sampled_rows
 
 
 def _synthetic_rates(config: EngineConfig, drafter: Drafter | None) -> list[float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from draftloop.request import SpeculationStats
@@ -41,16 +42,17 @@ class EngineStats:
         self.num_accepted_tokens += num_accepted
 
 
-def speculation_stats(sequence: Sequence) -> SpeculationStats | None:
-    """One request's numbers; None where it ran without speculation."""
-    if not sequence.speculation:
+def speculation_stats(sequences: Iterable[Sequence]) -> SpeculationStats | None:
+    """Numbers of the sequences that answer one request, together; None where they ran without speculation."""
+    drafted = [sequence for sequence in sequences if sequence.speculation]
+    if not drafted:
         return None
-    histogram = sequence.acceptance_histogram
+    histogram = [sum(counts) for counts in zip(*(s.acceptance_histogram for s in drafted), strict=True)]
     return SpeculationStats(
         num_spec_tokens=len(histogram) - 1,
         num_spec_steps=sum(histogram),
-        num_draft_tokens=sequence.num_draft_tokens,
+        num_draft_tokens=sum(s.num_draft_tokens for s in drafted),
         num_accepted_draft_tokens=sum(count * steps for count, steps in enumerate(histogram)),
         acceptance_histogram=tuple(histogram),
-        num_steps_without_drafts=sequence.num_steps_without_drafts,
+        num_steps_without_drafts=sum(s.num_steps_without_drafts for s in drafted),
     )

@@ -5,22 +5,28 @@ Shape suffixes: R rows, T tokens, K drafts, C hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from draftloop.attention.base import GraphSupport
 from draftloop.attention.batches import ragged_batch, tail_batch
+from draftloop.engine.logprobs import prompt_outputs, prompt_report
 from draftloop.graphs.phase import GraphMode, Launch, Output, Pad, Phase, Slot, Unit
 from draftloop.kvcache.rows import RowState
 from draftloop.models.decoder import Decoder, LayerCaches
+from draftloop.sampling.accept import accept_sampled_rows, accept_synthetic_rows
 from draftloop.sampling.commit import (
     OUTCOME_COUNTS,
+    Rule,
     accept_rows_greedy,
     accept_rows_sampled,
     accept_rows_synthetic,
 )
+from draftloop.sampling.logits_processors import LogitsProcessor
 from draftloop.sampling.sampler import SamplingKind
 
 
@@ -33,29 +39,40 @@ def target_phases(
     page_size: int,
     support: GraphSupport,
     aux_layers: tuple[int, ...] = (),
+    rule: Rule = accept_sampled_rows,
     synthetic_rates: list[float] | None = None,
+    num_top_logprobs: int = 0,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> list[Phase]:
     """Declare what the target runs.
 
-    `target.prefill`   chunks of prompts -> logits of each chunk's last token
+    `target.prefill`   chunks of prompts -> logits of each chunk's last token; `target.prefill.logprobs`
+                       reports on all others too
     `target.verify`    bonus token and drafts of each row -> logits of every position
     `target.decode`    the same without drafts, for batches in which nobody speculates
     `accept`           logits -> emitted tokens; the rows are that much longer
     `accept.prompt`    the same for the first token after a prompt
 
-    The accept phases come in three kinds (`SamplingKind`), so that a batch pays for what it asks.
+    The accept phases come in kinds (`SamplingKind`), so that a batch pays for what it asks. `rule` accepts
+    drafts of sampled rows; with `synthetic_rates` drafts are accepted by coin.
     """
     device, dtype = model.lm_head.device, model.lm_head.dtype
 
     def aux_output(aux: list[Tensor]) -> dict[str, Tensor]:
         return {"aux_hidden": torch.cat(aux, -1)} if aux_layers else {}
 
-    def prefill(launch: Launch, rows: Tensor, query_starts: Tensor, kv_lens: Tensor) -> Mapping[str, Tensor]:
+    def prefill(
+        launch: Launch, rows: Tensor, query_starts: Tensor, kv_lens: Tensor, *, report: bool = False
+    ) -> Mapping[str, Tensor]:
         batch, row_T = ragged_batch(state, rows, query_starts, kv_lens, page_size, launch)
         ids_T = state.tokens_ML[row_T, batch.positions_T]
         hidden_TC, aux = model(ids_T, kv, batch, aux_layers=aux_layers)
         last_R = (query_starts[1:] - 1).clamp(min=0)
-        return {"prompt_logits": model.logits(hidden_TC[last_R]), **aux_output(aux)}
+        outputs = {"prompt_logits": model.logits(hidden_TC[last_R]), **aux_output(aux)}
+        if report:
+            next_T = state.tokens_ML[row_T, batch.positions_T + 1]
+            outputs |= prompt_report(hidden_TC, next_T, model.logits, num_top_logprobs)
+        return outputs
 
     def verify(launch: Launch, rows: Tensor, *, k: int) -> Mapping[str, Tensor]:
         batch, tokens = tail_batch(state, rows, 1 + k, page_size, launch, offset=-1, num_ids=model.config.vocab_size)
@@ -64,22 +81,25 @@ def target_phases(
 
     rates_K = None if synthetic_rates is None else torch.tensor(synthetic_rates, device=device)
 
-    def rule(logits_XV: Tensor, rows: Tensor, k: int, kind: SamplingKind, *, width: int = 1) -> tuple[Tensor, Tensor]:
-        if rates_K is not None and k:
-            return accept_rows_synthetic(state, rows, logits_XV, k, rates_K, width=width)
+    def accept_rows(
+        logits_XV: Tensor, rows: Tensor, k: int, kind: SamplingKind, *, width: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        coins_K = rates_K if k else None
         if kind is SamplingKind.GREEDY:
+            if coins_K is not None:
+                return accept_rows_synthetic(state, rows, logits_XV, k, coins_K, width=width)
             return accept_rows_greedy(state, rows, logits_XV, k, width=width)
-        truncate = kind is SamplingKind.TRUNCATED
-        return accept_rows_sampled(state, rows, logits_XV, k, truncate=truncate, width=width)
+        by = rule if coins_K is None else partial(accept_synthetic_rows, rates_K=coins_K)
+        return accept_rows_sampled(state, rows, logits_XV, k, kind=kind, processors=processors, rule=by, width=width)
 
     def accept(launch: Launch, rows: Tensor, logits: Tensor, *, k: int, kind: SamplingKind) -> Mapping[str, Tensor]:
-        num_emitted_R, outcome_RO = rule(logits, rows, k, kind, width=1 + num_drafts)
+        num_emitted_R, outcome_RO = accept_rows(logits, rows, k, kind, width=1 + num_drafts)
         return {"num_emitted": num_emitted_R, "outcome": outcome_RO}
 
     def accept_prompt(
         launch: Launch, ending_rows: Tensor, prompt_logits: Tensor, *, kind: SamplingKind
     ) -> Mapping[str, Tensor]:
-        _, outcome_RO = rule(prompt_logits, ending_rows, 0, kind)
+        _, outcome_RO = accept_rows(prompt_logits, ending_rows, 0, kind)
         state.num_drafted_M.index_fill_(0, ending_rows.long(), 0)
         return {"first_token": outcome_RO[:, len(OUTCOME_COUNTS) :]}
 
@@ -91,19 +111,28 @@ def target_phases(
         aux = {"aux_hidden": Output(unit=Unit.TOKEN, dtype=dtype, shape=width)}
     full_uniform = {GraphMode.FULL} if support.uniform else set()
     full_ragged = {GraphMode.FULL} if support.ragged else set()
+    prompts = Phase(
+        name=prefill_name(),
+        fn=prefill,
+        slots={
+            "rows": rows,
+            "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
+            "kv_lens": Slot(unit=Unit.ROW, dtype=torch.int32),
+        },
+        outputs={"prompt_logits": Output(unit=Unit.ROW, dtype=dtype, shape=vocab), **aux},
+        tokens_per_row=None,
+        modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full_ragged}),
+        reason=support.reason,
+    )
     phases = [
-        Phase(
-            name="target.prefill",
-            fn=prefill,
-            slots={
-                "rows": rows,
-                "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
-                "kv_lens": Slot(unit=Unit.ROW, dtype=torch.int32),
-            },
-            outputs={"prompt_logits": Output(unit=Unit.ROW, dtype=dtype, shape=vocab), **aux},
-            tokens_per_row=None,
-            modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full_ragged}),
-            reason=support.reason,
+        prompts,
+        replace(
+            prompts,
+            name=prefill_name(report=True),
+            fn=partial(prefill, report=True),
+            outputs={**prompts.outputs, **prompt_outputs(num_top_logprobs)},
+            modes=frozenset({GraphMode.NONE}),
+            reason="prompt logprobs are rare, and take a prompt's logits in parts",
         ),
     ]
     counts = Output(unit=Unit.ROW, dtype=torch.int32)
@@ -148,6 +177,11 @@ def target_phases(
         for kind in SamplingKind
     ]
     return phases
+
+
+def prefill_name(*, report: bool = False) -> str:
+    """The phase of prompts; `report`: with the logprobs of their tokens."""
+    return "target.prefill.logprobs" if report else "target.prefill"
 
 
 def verify_name(num_drafts: int) -> str:

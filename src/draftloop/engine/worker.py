@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from functools import partial
 
@@ -12,9 +13,11 @@ from draftloop.drafters.base import Drafter, HostRow, Rounds
 from draftloop.engine.device_loop import DeviceLoop
 from draftloop.engine.flight import InFlight, StepInFlight
 from draftloop.engine.iteration import iteration_name
-from draftloop.engine.target import accept_name, verify_name
+from draftloop.engine.logprobs import logprobs_name
+from draftloop.engine.target import accept_name, prefill_name, verify_name
 from draftloop.graphs.table import GraphTable
 from draftloop.kvcache.rows import MAX_STOP_IDS, NO_DRAFT, NO_STOP, NULL_PAGE, RowState
+from draftloop.sampling.logits_processors import LogitsProcessor
 from draftloop.sampling.sampler import SamplingKind, request_seed
 from draftloop.scheduler.batch import Chunk, Sequence, StepPlan
 
@@ -31,14 +34,17 @@ class Worker:
         seed: int,
         overlaps: bool,
         loop: DeviceLoop | None = None,
+        processors: Many[LogitsProcessor] = (),
     ) -> None:
         """`overlaps`: the next step is launched before this one's results are known."""
         self.table, self.state, self.drafter, self.loop = table, state, drafter, loop
+        self.processors = processors
         self.seed, self.overlaps = seed, overlaps
         self.device = state.num_tokens_M.device
         self.num_drafts = drafter.num_drafts if drafter else 0
         self.observes = drafter is not None and drafter.observes
         self._rows_written: list[int] = []
+        self._constrained_rows: set[int] = set()
 
     def admit(self, sequence: Sequence) -> None:
         """Give a row its request: prompt, pages, limits and parameters."""
@@ -62,6 +68,28 @@ class Worker:
             (state.seed_M, request_seed(params, self.seed, sequence.number)),
         ):
             column[row].fill_(value)
+        self._admit_constraints(sequence)
+
+    def _admit_constraints(self, sequence: Sequence) -> None:
+        rules, row, params = self.state.constraints, sequence.row, sequence.params
+        assert rules is not None
+        for processor in self.processors:
+            processor.admit(row, params)
+        if params.constrained:
+            self._constrained_rows.add(row)
+            rules.write(
+                row,
+                params,
+                num_prompt=sequence.num_prompt,
+                bad_words=sequence.bad_words,
+                ending_ids=sequence.ending_ids,
+                stage=self._stage,
+            )
+            if sequence.grammar is not None:
+                self._write_masks([sequence], [[]])
+        elif row in self._constrained_rows:
+            self._constrained_rows.remove(row)
+            rules.clear(row)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -69,7 +97,8 @@ class Worker:
         self.table.recorder.order_after_loop()
         kind = SamplingKind.of(sequence.params for sequence in plan.decodes)
         whole = iteration_name(kind)
-        if self.loop and self._num_drafts(plan) == self.num_drafts and self.loop.covers(whole, plan):
+        stepwise = any(sequence.stepwise for sequence in plan.decodes)
+        if self.loop and not stepwise and self._num_drafts(plan) == self.num_drafts and self.loop.covers(whole, plan):
             self._write_rows([sequence.row for sequence in plan.decodes])
             return self.loop.launch(whole, plan)
         flight = StepInFlight(plan, self.device)
@@ -95,7 +124,11 @@ class Worker:
         self._write("query_starts", bounds)
         self._write("kv_lens", [chunk.end for chunk in chunks])
         run = self.table.run
-        outputs = run("target.prefill", num_rows, tokens=num_tokens)
+        report = any(chunk.sequence.params.prompt_logprobs is not None for chunk in chunks)
+        outputs = run(prefill_name(report=report), num_rows, tokens=num_tokens)
+        if report:
+            flight.copy("prompt_logprob_ids", outputs["prompt_logprob_ids"])
+            flight.copy("prompt_logprobs", outputs["prompt_logprobs"])
         if self.observes:
             flight.copy("prompt_hidden", outputs["aux_hidden"])
         ending = [chunk.sequence for chunk in chunks if chunk.completes_prompt]
@@ -105,6 +138,10 @@ class Worker:
             self._write("ending_rows", [c.sequence.row if c.completes_prompt else padding for c in chunks])
             outputs = run(accept_name("accept.prompt", kind), num_rows)
             flight.copy("first_token", outputs["first_token"])
+            if any(sequence.params.logprobs is not None for sequence in ending):
+                outputs = run("logprobs.first", num_rows)
+                flight.copy("first_logprob_ids", outputs["first_logprob_ids"])
+                flight.copy("first_logprobs", outputs["first_logprobs"])
         for phase in self._rounds(kind).prompt:
             run(phase, num_rows, tokens=num_tokens)
         drafting = [sequence.row for sequence in ending if sequence.speculation]
@@ -120,7 +157,8 @@ class Worker:
         run = partial(self.table.run, rows_across_ranks=flight.plan.rows_across_ranks)
         self._write_rows([sequence.row for sequence in sequences])
         whole = iteration_name(kind)
-        if num_drafts == self.num_drafts and self.table.covers(whole, num_rows):
+        stepwise = any(sequence.stepwise for sequence in sequences)
+        if not stepwise and num_drafts == self.num_drafts and self.table.covers(whole, num_rows):
             flight.copy("outcome", run(whole, num_rows)["outcome"])
             return
         rounds = self._rounds(kind)
@@ -130,10 +168,18 @@ class Worker:
                 num_drafts = 0  # and nobody else drafts
             for phase in rounds.host if num_drafts else ():
                 run(phase, num_rows)
+        following = [sequence for sequence in sequences if sequence.grammar is not None]
+        read_drafts = self._start_reading_drafts(following, num_drafts) if following else None
         outputs = run(verify_name(num_drafts), num_rows)
         if self.observes:
             flight.copy("hidden", outputs["aux_hidden"].unflatten(0, (num_rows, 1 + num_drafts)))
+        if read_drafts is not None:
+            self._write_masks(following, read_drafts())  # while the target verifies
         flight.copy("outcome", run(accept_name("accept", kind, num_drafts), num_rows)["outcome"])
+        if any(sequence.params.logprobs is not None for sequence in sequences):
+            outputs = run(logprobs_name(num_drafts), num_rows)
+            flight.copy("logprob_ids", outputs["logprob_ids"].unflatten(0, (num_rows, 1 + num_drafts)))
+            flight.copy("logprobs", outputs["logprobs"].unflatten(0, (num_rows, 1 + num_drafts)))
         if any(s.speculation for s in sequences):
             for phase in rounds.next if num_drafts or rounds.plain is None else rounds.plain:
                 run(phase, num_rows)
@@ -147,6 +193,37 @@ class Worker:
             row_K[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
         self.table.buffers.write("host_drafts", self._stage(drafts_RK))
         return any(drafts)
+
+    def _start_reading_drafts(self, sequences: Many[Sequence], num_drafts: int) -> Callable[[], list[list[int]]]:
+        """Copy these rows' drafts to the host; what is returned waits for them."""
+        if not num_drafts:
+            return lambda: [[] for _ in sequences]
+        rows = self._stage(torch.tensor([sequence.row for sequence in sequences]))
+        drafts_RK = self.state.drafts_MK.index_select(0, rows.to(self.device, non_blocking=True))
+        if self.device.type != "cuda":
+            return drafts_RK.tolist
+        host_RK = torch.empty(drafts_RK.shape, dtype=drafts_RK.dtype, pin_memory=True)
+        host_RK.copy_(drafts_RK, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def read() -> list[list[int]]:
+            arrived.synchronize()
+            return host_RK.tolist()
+
+        return read
+
+    def _write_masks(self, sequences: Many[Sequence], drafts: Many[list[int]]) -> None:
+        """What their grammars allow at each position; all that was emitted so far must be known."""
+        assert self.state.constraints is not None
+        grammar_MQW = self.state.constraints.grammar_MQW
+        masks_RQW = torch.empty(len(sequences), 1 + len(drafts[0]), grammar_MQW.shape[2], dtype=torch.int32)
+        for sequence, row_drafts, masks_QW in zip(sequences, drafts, masks_RQW, strict=True):
+            assert sequence.grammar is not None
+            sequence.grammar.fill_masks(row_drafts, masks_QW)
+        rows = self._stage(torch.tensor([sequence.row for sequence in sequences])).to(self.device, non_blocking=True)
+        masks_RQW = self._stage(masks_RQW).to(self.device, non_blocking=True)
+        grammar_MQW[:, : masks_RQW.shape[1]].index_copy_(0, rows, masks_RQW)
 
     def _num_drafts(self, plan: StepPlan) -> int:
         """Drafts to verify. Where nothing was drafted for the whole batch, it costs what plain decoding costs."""
@@ -186,5 +263,5 @@ class Worker:
 
 def _stop_ids(sequence: Sequence) -> Tensor:
     """int32 [S]: ids that end the request, as many as the device keeps. The host looks for all of them anyway."""
-    ids = list(dict.fromkeys([*sequence.eos_ids, *sequence.params.stop_token_ids]))[:MAX_STOP_IDS]
+    ids = sequence.ending_ids[:MAX_STOP_IDS]
     return torch.tensor([*ids, *[NO_STOP] * (MAX_STOP_IDS - len(ids))], dtype=torch.int32)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftloop.kvcache.constraint_rows import ConstraintRows
+
 NO_DRAFT = -1
 """Marks a draft slot in which nothing was drafted. It is never embedded."""
 
@@ -59,6 +61,8 @@ class RowState:
     top_p_M: Tensor
     min_p_M: Tensor
     seed_M: Tensor
+    constraints: ConstraintRows | None = None
+    """None: no row may have any."""
 
     @property
     def padding_row(self) -> int:
@@ -75,12 +79,13 @@ class RowState:
         draft_vocab: int,
         device: torch.device,
         overhang: int = 0,
+        vocab_size: int = 0,
     ) -> RowState:
         """Allocate for `num_rows` requests of at most `max_model_len` tokens.
 
         A pass may reach `overhang` positions past that, at least K + 1; what it finds there is dropped.
 
-        `draft_vocab` > 0 also keeps the distribution of each draft.
+        `draft_vocab` > 0 also keeps the distribution of each draft, and `vocab_size` > 0 what changes logits.
         """
         rows = num_rows + 1
         length = max_model_len + max(num_drafts + 1, overhang)
@@ -89,7 +94,13 @@ class RowState:
         def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
+        constraints = None
+        if vocab_size:
+            constraints = ConstraintRows.create(
+                num_rows=rows, num_positions=1 + num_drafts, vocab_size=vocab_size, device=device
+            )
         return cls(
+            constraints=constraints,
             tokens_ML=full(rows, length),
             num_tokens_M=full(rows, value=1),
             max_tokens_M=full(rows, value=1),

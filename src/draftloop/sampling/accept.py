@@ -28,12 +28,12 @@ NO_TOKEN = -1
 """Pads emitted tokens."""
 
 
-def _prefix_length(accepted_RK: Tensor) -> Tensor:
+def prefix_length(accepted_RK: Tensor) -> Tensor:
     """int64 [R]: how many drafts stand before the first one that was not accepted."""
     return accepted_RK.to(torch.int64).cumprod(-1).sum(-1)
 
 
-def _emit(drafts_RK: Tensor, num_accepted_R: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
+def emit(drafts_RK: Tensor, num_accepted_R: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The accepted drafts, then the last token: [R, 1], or [R, Q] with one for each place to end at."""
     index_Q = torch.arange(drafts_RK.shape[1] + 1, device=drafts_RK.device)
     drafts_RQ = F.pad(drafts_RK.to(torch.int32), (0, 1), value=NO_TOKEN)
@@ -42,14 +42,37 @@ def _emit(drafts_RK: Tensor, num_accepted_R: Tensor, last_tokens: Tensor) -> tup
     return emitted_RQ.masked_fill(index_Q > ends_R1, NO_TOKEN), (num_accepted_R + 1).to(torch.int32)
 
 
+def drafted_probs(
+    probs_RQV: Tensor, drafts_RK: Tensor, draft_probs_MKW: Tensor | None, rows_R: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """p and q of each draft, and whether q can have drawn it; [R, K] each.
+
+    p is 0 for drafts that are none, or that the target does not know. q is 1 where drafts were chosen
+    without chance. Drafts are int64.
+    """
+    vocab = probs_RQV.shape[2]
+    known_RK = (drafts_RK >= 0) & (drafts_RK < vocab)
+    safe_RK1 = drafts_RK.clamp(0, vocab - 1)[..., None]
+    p_RK = probs_RQV[:, :-1].gather(2, safe_RK1).squeeze(-1).masked_fill(~known_RK, 0)
+    if draft_probs_MKW is None:
+        return p_RK, torch.ones_like(p_RK), drafts_RK >= 0
+    width, index_K = draft_probs_MKW.shape[2], torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
+    q_RK = draft_probs_MKW[rows_R.to(torch.int64)[:, None], index_K, drafts_RK.clamp(0, width - 1)]
+    return p_RK, q_RK, (drafts_RK >= 0) & (drafts_RK < width) & (q_RK > 0) & q_RK.isfinite()
+
+
 def accept_greedy(logits_RQV: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
     """Accept the longest prefix of drafts that are the target's likeliest tokens.
 
     Returns emitted int32 [R, Q] and num_emitted int32 [R].
     """
-    targets_RQ = greedy_tokens(logits_RQV)
-    num_accepted_R = _prefix_length(targets_RQ[:, :-1] == drafts_RK)
-    return _emit(drafts_RK, num_accepted_R, targets_RQ)
+    return accept_targets(greedy_tokens(logits_RQV), drafts_RK)
+
+
+def accept_targets(targets_RQ: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """`accept_greedy` where the likeliest tokens are known."""
+    num_accepted_R = prefix_length(targets_RQ[:, :-1] == drafts_RK)
+    return emit(drafts_RK, num_accepted_R, targets_RQ)
 
 
 def accept_sampled(
@@ -89,24 +112,21 @@ def accept_sampled_rows(
     index_K = torch.arange(num_drafts, device=probs_RQV.device)
     drafts_RK = drafts_RK.to(torch.int64)
 
-    # p of each draft; 0 for drafts that are none, or that the target does not know
-    known_RK = (drafts_RK >= 0) & (drafts_RK < vocab)
-    safe_RK1 = drafts_RK.clamp(0, vocab - 1)[..., None]
-    p_RK = probs_RQV[:, :-1].gather(2, safe_RK1).squeeze(-1).masked_fill(~known_RK, 0)
+    if num_drafts == 0:
+        draft_probs_MKW = None
+    p_RK, q_RK, valid_RK = drafted_probs(probs_RQV, drafts_RK, draft_probs_MKW, rows_R)
     noise_RK = uniform(seeds_R[:, None], positions_R[:, None] + index_K, Stream.ACCEPT)
 
-    if draft_probs_MKW is None or num_drafts == 0:
-        num_accepted_R = _prefix_length(noise_RK < p_RK)
+    if draft_probs_MKW is None:
+        num_accepted_R = prefix_length(noise_RK < p_RK)
         # q of the draft at which the chain ended; past the last draft there is none
         ended_at_R1 = F.pad(drafts_RK, (0, 1), value=NO_DRAFT).gather(1, num_accepted_R[:, None])
         q_RV = torch.arange(vocab, device=probs_RQV.device) == ended_at_R1
     else:
         width = draft_probs_MKW.shape[2]
         rows_R = rows_R.to(torch.int64)
-        q_RK = draft_probs_MKW[rows_R[:, None], index_K, drafts_RK.clamp(0, width - 1)]
-        valid_RK = (drafts_RK >= 0) & (drafts_RK < width) & (q_RK > 0) & q_RK.isfinite()
         # p(x) = 1 leaves no other token, so the draft may stand however it was chosen
-        num_accepted_R = _prefix_length((valid_RK & (noise_RK * q_RK < p_RK)) | (p_RK >= 1))
+        num_accepted_R = prefix_length((valid_RK & (noise_RK * q_RK < p_RK)) | (p_RK >= 1))
         ended_validly_R1 = F.pad(valid_RK, (0, 1)).gather(1, num_accepted_R[:, None])
         common = min(vocab, width)
         # mass of q beyond V never met p, so leaving it out is right and not only safe
@@ -118,7 +138,7 @@ def accept_sampled_rows(
     # no residual: p and q are the same but for rounding. NaN fails the comparison too
     weights_RV = torch.where(residual_RV.sum(-1, keepdim=True) > 0, residual_RV, p_RV)
     last_R = gumbel_argmax(weights_RV.log(), seeds_R, positions_R + num_accepted_R, Stream.SAMPLE)
-    return _emit(drafts_RK, num_accepted_R, last_R[:, None])
+    return emit(drafts_RK, num_accepted_R, last_R[:, None])
 
 
 def accept_synthetic(
@@ -133,8 +153,29 @@ def accept_synthetic(
     """
     index_K = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
     noise_RK = uniform(seeds_R[:, None], positions_R[:, None] + index_K, Stream.ACCEPT)
-    num_accepted_R = _prefix_length((noise_RK < rates_K) & (drafts_RK >= 0))
-    return _emit(drafts_RK, num_accepted_R, target_tokens_RQ)
+    num_accepted_R = prefix_length((noise_RK < rates_K) & (drafts_RK >= 0))
+    return emit(drafts_RK, num_accepted_R, target_tokens_RQ)
+
+
+def accept_synthetic_rows(
+    probs_RQV: Tensor,
+    drafts_RK: Tensor,
+    draft_probs_MKW: Tensor | None,
+    rows_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    *,
+    rates_K: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`accept_synthetic` where the target's tokens are drawn from `probs_RQV`; arguments of `accept_sampled_rows`."""
+    num_positions, vocab = probs_RQV.shape[1:]
+    positions_RQ = positions_R[:, None] + torch.arange(num_positions, device=probs_RQV.device)
+    seeds_RQ = seeds_R[:, None].expand(-1, num_positions)
+    log_probs_XV = probs_RQV.flatten(0, 1).log()
+    targets_X = gumbel_argmax(log_probs_XV, seeds_RQ.flatten(), positions_RQ.flatten(), Stream.SAMPLE)
+    # an accepted draft becomes input of the target, which must know it
+    known_RK = drafts_RK.masked_fill(drafts_RK >= vocab, NO_DRAFT)
+    return accept_synthetic(targets_X.view(positions_RQ.shape), known_RK, rates_K, seeds_R, positions_R)
 
 
 def conditional_rates(

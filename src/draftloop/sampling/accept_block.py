@@ -71,7 +71,11 @@ def _accept_kernel(
         mask=(q < num_positions)[:, None] & (chunk < num_chunks)[None, :],
         other=NO_INDEX,
     )
-    target = (UNPACK - (tl.max(best, 1) & UNPACK)).to(tl.int32)
+    top = tl.max(best, 1)
+    target = (UNPACK - (top & UNPACK)).to(tl.int32)
+    # as integers in the order of floats: NaN and inf, or nothing but -inf
+    largest = (top >> 32).to(tl.int32)
+    bad = (largest >= 0x7F800000) | (largest <= -0x7F800001)
     is_draft = q < num_positions - 1
     draft = tl.load(drafts_ptr + row * drafts_width + q, mask=is_draft, other=-1)
     num_tokens = tl.load(num_tokens_ptr + row)
@@ -92,7 +96,8 @@ def _accept_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # the place after the last draft is never accepted, so there is always an end
     num_accepted = tl.min(tl.where(accepted, BLOCK_Q, q), 0)
-    num_emitted = tl.maximum(tl.minimum(num_accepted + 1, room), 0)
+    num_good = tl.min(tl.where(bad, q, BLOCK_Q), 0)
+    num_emitted = tl.maximum(tl.minimum(tl.minimum(num_accepted + 1, num_good), room), 0)
     emitted = tl.where(q < num_accepted, draft, target)
     emitted = tl.where(q < num_emitted, emitted, -1)
     # the padding row has no room: nothing of it changes

@@ -11,6 +11,8 @@ length, V vocabulary, X = R * Q, O columns of an outcome.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -18,9 +20,21 @@ from torch import Tensor
 from draftloop.kernels.argmax import takes_argmax
 from draftloop.kernels.native import ops as native
 from draftloop.kvcache.rows import NO_DRAFT, RowState
-from draftloop.sampling.accept import NO_TOKEN, accept_greedy, accept_sampled_rows, accept_synthetic, clip_to_limit
+from draftloop.sampling.accept import (
+    NO_TOKEN,
+    accept_sampled_rows,
+    accept_synthetic,
+    accept_targets,
+    clip_to_limit,
+    prefix_length,
+)
 from draftloop.sampling.accept_block import TokenRows, accept_block_triton, outcome_memory
-from draftloop.sampling.sampler import SamplingRows, greedy_tokens, probabilities
+from draftloop.sampling.constraints import constrain
+from draftloop.sampling.logits_processors import LogitsProcessor
+from draftloop.sampling.sampler import SamplingKind, SamplingRows, probabilities
+
+Rule = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""How sampled drafts are accepted: the arguments and results of `accept_sampled_rows`."""
 
 OUTCOME_COUNTS = ("num_emitted", "num_accepted", "num_drafted")
 """The first columns of `outcome`: emitted tokens, accepted drafts among them, and drafts that the row had."""
@@ -50,14 +64,15 @@ def accept_rows_greedy(
     width = width or num_drafts + 1
     if takes_argmax(logits_XV):
         return accept_block_triton(rows_R, logits_XV, _token_rows(state), None, num_drafts=num_drafts, width=width)
+    top_X, targets_X = logits_XV.max(-1)
     if native.available() and rows_R.device.type == "cpu":
+        targets_X = torch.where(top_X.isfinite(), targets_X, NO_TOKEN)
         num_emitted_R, outcome_RO = outcome_memory(rows_R, width)
-        targets_X = greedy_tokens(logits_XV)
         native.accept_block(rows_R, targets_X, *_token_rows(state)[:4], num_emitted_R, outcome_RO, num_drafts)
         return num_emitted_R, outcome_RO
     drafts_RK = _drafts(state, rows_R, num_drafts)
-    emitted = accept_greedy(_by_row(logits_XV, num_drafts), drafts_RK)
-    return _finish(state, rows_R, drafts_RK, *emitted, width=width)
+    emitted = accept_targets(_by_row(targets_X, num_drafts), drafts_RK)
+    return _finish(state, rows_R, drafts_RK, *emitted, ~_by_row(top_X, num_drafts).isfinite(), width=width)
 
 
 def accept_rows_sampled(
@@ -66,26 +81,49 @@ def accept_rows_sampled(
     logits_XV: Tensor,
     num_drafts: int,
     *,
-    truncate: bool = True,
+    kind: SamplingKind = SamplingKind.TRUNCATED,
+    processors: Sequence[LogitsProcessor] = (),
+    rule: Rule = accept_sampled_rows,
     width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Accept for a batch of greedy and sampled rows in any mixture, without loss.
+    """Accept for a batch of greedy and sampled rows in any mixture.
 
-    Uses the drafts' distributions where the state keeps them. `truncate=False` promises that no
-    row uses top_k or top_p and saves a sort. See `_finish` for what is returned.
+    Uses the drafts' distributions where the state keeps them. `kind` promises that no row asks for
+    more; only CONSTRAINED runs `processors`. See `_finish` for what is returned.
     """
     drafts_RK = _drafts(state, rows_R, num_drafts)
-    sampling = SamplingRows.gather(state, rows_R)
-    probs_XV = probabilities(logits_XV, sampling.repeat(num_drafts + 1), truncate=truncate)
-    emitted = accept_sampled_rows(
-        _by_row(probs_XV, num_drafts),
+    probs_RQV = target_probabilities(state, rows_R, logits_XV, num_drafts, kind=kind, processors=processors)
+    emitted = rule(
+        probs_RQV,
         drafts_RK,
         state.draft_probs_MKV,
         rows_R,
-        sampling.seed_N,
+        state.seed_M.index_select(0, rows_R),
         state.num_tokens_M.index_select(0, rows_R),
     )
-    return _finish(state, rows_R, drafts_RK, *emitted, width=width or num_drafts + 1)
+    is_bad_RQ = probs_RQV[:, :, 0].isnan()
+    return _finish(state, rows_R, drafts_RK, *emitted, is_bad_RQ, width=width or num_drafts + 1)
+
+
+def target_probabilities(
+    state: RowState,
+    rows_R: Tensor,
+    logits_XV: Tensor,
+    num_drafts: int,
+    *,
+    kind: SamplingKind,
+    processors: Sequence[LogitsProcessor] = (),
+    lengths_R: Tensor | None = None,
+) -> Tensor:
+    """float32 [R, Q, V]: what each position's token is drawn from.
+
+    `lengths_R`: tokens that each row had before the block; None: it has not been accepted yet.
+    """
+    if kind is SamplingKind.CONSTRAINED:
+        logits_RQV = constrain(state, rows_R, _by_row(logits_XV, num_drafts), processors, lengths_R=lengths_R)
+        logits_XV = logits_RQV.flatten(0, 1)
+    sampling = SamplingRows.gather(state, rows_R).repeat(num_drafts + 1)
+    return _by_row(probabilities(logits_XV, sampling, truncate=kind.truncates), num_drafts)
 
 
 def accept_rows_synthetic(
@@ -98,14 +136,15 @@ def accept_rows_synthetic(
     drafts_RK = _drafts(state, rows_R, num_drafts)
     # an accepted draft becomes input of the target, which must know it
     known_RK = drafts_RK.masked_fill(drafts_RK >= logits_XV.shape[1], NO_DRAFT)
+    top_RQ, targets_RQ = (_by_row(x, num_drafts) for x in logits_XV.max(-1))
     emitted = accept_synthetic(
-        _by_row(greedy_tokens(logits_XV)[:, None], num_drafts).squeeze(-1),
+        targets_RQ,
         known_RK,
         rates_K,
         state.seed_M.index_select(0, rows_R),
         state.num_tokens_M.index_select(0, rows_R),
     )
-    return _finish(state, rows_R, drafts_RK, *emitted, width=width)
+    return _finish(state, rows_R, drafts_RK, *emitted, ~top_RQ.isfinite(), width=width)
 
 
 def _token_rows(state: RowState) -> TokenRows:
@@ -124,20 +163,29 @@ def _drafts(state: RowState, rows_R: Tensor, num_drafts: int) -> Tensor:
 
 
 def _by_row(x_XV: Tensor, num_drafts: int) -> Tensor:
-    """[R, Q, V] from [R * Q, V]."""
+    """[R, Q, ..] from [R * Q, ..]."""
     return x_XV.unflatten(0, (-1, num_drafts + 1))
 
 
 def _finish(
-    state: RowState, rows_R: Tensor, drafts_RK: Tensor, emitted_RQ: Tensor, num_emitted_R: Tensor, *, width: int
+    state: RowState,
+    rows_R: Tensor,
+    drafts_RK: Tensor,
+    emitted_RQ: Tensor,
+    num_emitted_R: Tensor,
+    is_bad_RQ: Tensor,
+    *,
+    width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Clip to the rows' limits, commit, and report.
+    """Clip to the rows' limits and before the first position whose logits say nothing, commit, and report.
 
+    A live row that has room and emits nothing therefore has bad logits: nobody else emits nothing.
     Returns `num_emitted` int32 [R], and `outcome` int32 [R, 3 + width]: `OUTCOME_COUNTS`, then the
     emitted tokens padded with -1.
     """
     num_accepted_R = num_emitted_R - 1
     room_R = state.max_tokens_M.index_select(0, rows_R) - state.num_tokens_M.index_select(0, rows_R)
+    room_R = torch.minimum(room_R, prefix_length(~is_bad_RQ))
     emitted_RQ, num_emitted_R = clip_to_limit(emitted_RQ, num_emitted_R, room_R)
     commit(state, rows_R, emitted_RQ, num_emitted_R)
     num_drafted_R = (drafts_RK != NO_DRAFT).sum(-1, dtype=torch.int32)

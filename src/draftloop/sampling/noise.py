@@ -67,6 +67,19 @@ def _key(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
     return x ^ _shift(x, 31)
 
 
+MAX_BLOCK = 64
+"""More than the drafts of any block."""
+
+
+def in_block(starts: Tensor, index: Tensor) -> Tensor:
+    """int64: positions for noise that belongs to the block beginning at `starts`, so that no later one sees it.
+
+    What is drafted past the last accepted draft may have had a say in where the block ended; the next block
+    goes over the same places, and must draw anew.
+    """
+    return starts.to(torch.int64) * MAX_BLOCK + index
+
+
 def uniform(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
     """float32 in (0, 1), one for each (seed, position); int64 `seeds` and integer `positions` broadcast."""
     return (_shift(_key(seeds, positions, stream), 33).to(torch.float32) + 0.5) * UNIT

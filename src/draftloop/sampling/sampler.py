@@ -26,16 +26,22 @@ class SamplingKind(StrEnum):
     """Temperature and min_p."""
     TRUNCATED = "truncated"
     """top_k or top_p too, which need a sort."""
+    CONSTRAINED = "constrained"
+    """Logits are changed first: penalties, masks, biases; see `constraints`."""
+
+    @property
+    def truncates(self) -> bool:
+        return self in (SamplingKind.TRUNCATED, SamplingKind.CONSTRAINED)
 
     @classmethod
     def of(cls, batch: Iterable[SamplingParams]) -> SamplingKind:
         kind = cls.GREEDY
         for params in batch:
-            if params.greedy:
+            if params.constrained:
+                return cls.CONSTRAINED
+            if params.greedy or kind is cls.TRUNCATED:
                 continue
-            if params.top_k > 0 or params.top_p < 1:
-                return cls.TRUNCATED
-            kind = cls.SAMPLED
+            kind = cls.TRUNCATED if params.top_k > 0 or params.top_p < 1 else cls.SAMPLED
         return kind
 
 
@@ -78,6 +84,7 @@ def probabilities(logits_NV: Tensor, rows: SamplingRows, *, truncate: bool = Tru
     Order and meaning are vLLM's: min_p is relative to the likeliest token after temperature, top_k
     counts what min_p left, top_p sums the renormalised rest. Tokens that tie at a cut are all kept,
     so that the result does not depend on how a sort orders them. Temperature 0 gives a one-hot row.
+    Logits that say nothing (NaN or inf among them, or nothing but -inf) give a row of NaN.
 
     `truncate=False` leaves out top_k and top_p, and with them the sort; for callers who know that
     no row of the batch asks for them.
@@ -93,7 +100,7 @@ def probabilities(logits_NV: Tensor, rows: SamplingRows, *, truncate: bool = Tru
         threshold_N1 = _truncation_threshold(scaled, threshold_N1, rows)
     probs = scaled.masked_fill(scaled < threshold_N1, float("-inf")).softmax(-1)
     ids_V = torch.arange(logits.shape[1], device=logits.device)
-    return torch.where(greedy_N1, (ids_V == best_N1).to(torch.float32), probs)
+    return torch.where(greedy_N1 & top_N1.isfinite(), (ids_V == best_N1).to(torch.float32), probs)
 
 
 def _truncation_threshold(scaled_NV: Tensor, threshold_N1: Tensor, rows: SamplingRows) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Protocol
 
-from draftloop.request import SamplingParams
+from draftloop.request import Logprobs, SamplingParams
 
 
 class Stage(Enum):
@@ -16,6 +17,24 @@ class Stage(Enum):
     PREFILL = auto()
     DECODE = auto()
     FINISHED = auto()
+
+
+class Grammar(Protocol):
+    """What the output of a request obeys; see `sampling.grammar`."""
+
+    @property
+    def ready(self) -> bool:
+        """False while it is being compiled."""
+        ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def fill_masks(self, drafts: list[int], masks_QW, /) -> None: ...
+
+    def accept(self, token: int) -> bool: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -30,6 +49,9 @@ class Sequence:
     eos_ids: frozenset[int]
     speculation: bool = True
     """False: nothing is drafted for this request."""
+    grammar: Grammar | None = None
+    bad_words: list[list[int]] = field(default_factory=list)
+    """Token ids of `params.bad_words`, in every way that they can begin."""
 
     max_total: int = 0
     """Prompt and output together never exceed this many tokens."""
@@ -41,6 +63,10 @@ class Sequence:
     num_prefilled: int = 0
     """Prompt tokens handed to the device so far."""
     output_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """One for each of `output_ids`, where asked for."""
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+    """One for each of `prompt_ids`, where asked for."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -56,6 +82,16 @@ class Sequence:
     @property
     def num_prompt(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def ending_ids(self) -> list[int]:
+        """Tokens that end the request, each once."""
+        return list(dict.fromkeys([*self.eos_ids, *self.params.stop_token_ids]))
+
+    @property
+    def stepwise(self) -> bool:
+        """Every step of it passes something between device and host: a report of logprobs, or masks."""
+        return self.grammar is not None or self.params.logprobs is not None
 
 
 @dataclass(frozen=True, kw_only=True)

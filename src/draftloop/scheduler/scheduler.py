@@ -71,8 +71,11 @@ class Scheduler:
         chunks: list[Chunk] = []
         for sequence in (s for s in self.running if s.stage is Stage.PREFILL):
             budget = self._add_chunk(chunks, sequence, budget)
-        while self.waiting and budget > 0 and len(chunks) < self.max_prefill_rows and self._admit(self.waiting[0]):
-            budget = self._add_chunk(chunks, self.waiting.popleft(), budget)
+        for sequence in [s for s in self.waiting if s.grammar is None or s.grammar.ready]:
+            if budget <= 0 or len(chunks) >= self.max_prefill_rows or not self._admit(sequence):
+                break
+            self.waiting.remove(sequence)
+            budget = self._add_chunk(chunks, sequence, budget)
         return StepPlan(chunks=tuple(chunks), decodes=decodes)
 
     def _admit(self, sequence: Sequence) -> bool:

@@ -383,7 +383,8 @@ int dl_write_draft(const int32_t *rows_R, const int64_t *tokens_R, int32_t *draf
     return 0;
 }
 
-// Greedy acceptance. Returns -1, having written nothing, if a row does not exist or has no room for its tokens.
+// Greedy acceptance; a target below 0 had bad logits, and nothing is emitted from there on. Returns -1, having written
+// nothing, if a row does not exist or has no room for its tokens.
 int dl_accept_block(const int32_t *rows_R, const int64_t *targets_RQ, const int32_t *drafts_MK, int32_t *tokens_ML,
                     int32_t *num_tokens_M, const int32_t *max_tokens_M, int32_t *num_emitted_R, int32_t *outcome_RO,
                     int64_t R, int64_t M, int64_t K, int64_t L, int64_t num_drafts, int64_t width) {
@@ -394,9 +395,10 @@ int dl_accept_block(const int32_t *rows_R, const int64_t *targets_RQ, const int3
         const int32_t *drafts = drafts_MK + row * K;
         int32_t *outcome = outcome_RO + r * (3 + width);
         int64_t accepted = 0, drafted = 0;
-        while (accepted < num_drafts && drafts[accepted] == targets[accepted]) accepted++;
+        while (accepted < num_drafts && targets[accepted] >= 0 && drafts[accepted] == targets[accepted]) accepted++;
         for (int64_t k = 0; k < num_drafts; k++) drafted += drafts[k] != -1;
-        const int64_t emitted = max(min(accepted + 1, max_tokens_M[row] - num_tokens_M[row]), 0);
+        const int64_t room = max_tokens_M[row] - num_tokens_M[row], found = accepted + (targets[accepted] >= 0);
+        const int64_t emitted = max(min(found, room), 0);
         for (int64_t q = 0; q < width; q++) outcome[3 + q] = q < emitted ? targets[q] : -1;
         memcpy(tokens_ML + row * L + num_tokens_M[row], outcome + 3, emitted * sizeof(int32_t));
         num_tokens_M[row] += emitted;

@@ -1,0 +1,148 @@
+"""Phases that report logprobs, and what the host makes of what they report.
+
+They run where a request of the step asks for logprobs, after the accept phase of a decoding step or a prompt,
+and read the logits that it read.
+
+Shape suffixes: R rows, T or X tokens, K drafts, V vocabulary, P = 1 + reported likeliest tokens, O columns of
+an outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from draftloop.graphs.phase import Launch, Output, Pad, Phase, Slot, Unit
+from draftloop.kvcache.rows import RowState
+from draftloop.request import Logprob, Logprobs
+from draftloop.sampling.commit import OUTCOME_COUNTS, target_probabilities
+from draftloop.sampling.logits_processors import LogitsProcessor
+from draftloop.sampling.logprobs import CHUNK, raw_logprobs, token_logprobs
+from draftloop.sampling.sampler import SamplingKind
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+def logprob_phases(
+    state: RowState,
+    *,
+    num_drafts: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    num_top: int,
+    mode: LogprobsMode,
+    processors: Sequence[LogitsProcessor] = (),
+) -> list[Phase]:
+    """`logprobs` and `logprobs.decode` after the accept phases, `logprobs.first` after `accept.prompt`."""
+    pair = (1 + num_top,)
+
+    def logprobs(rows: Tensor, logits_XV: Tensor, k: int, num_emitted_R: Tensor) -> Tensor:
+        if mode == "raw_logprobs":
+            return raw_logprobs(logits_XV)
+        lengths_R = state.num_tokens_M.index_select(0, rows) - num_emitted_R
+        kind = SamplingKind.CONSTRAINED
+        probs_RQV = target_probabilities(
+            state, rows, logits_XV, k, kind=kind, processors=processors, lengths_R=lengths_R
+        )
+        return probs_RQV.flatten(0, 1).log()
+
+    def report(launch: Launch, rows: Tensor, logits: Tensor, outcome: Tensor, *, k: int) -> Mapping[str, Tensor]:
+        first = len(OUTCOME_COUNTS)
+        emitted_RQ = outcome[:, first : first + 1 + k]
+        ids_XP, values_XP = token_logprobs(logprobs(rows, logits, k, outcome[:, 0]), emitted_RQ.flatten(), num_top)
+        return {"logprob_ids": ids_XP, "logprobs": values_XP}
+
+    def report_first(
+        launch: Launch, ending_rows: Tensor, prompt_logits: Tensor, first_token: Tensor
+    ) -> Mapping[str, Tensor]:
+        num_emitted_R = (first_token[:, 0] >= 0).to(torch.int32)
+        ids_RP, values_RP = token_logprobs(
+            logprobs(ending_rows, prompt_logits, 0, num_emitted_R), first_token[:, 0], num_top
+        )
+        return {"first_logprob_ids": ids_RP, "first_logprobs": values_RP}
+
+    rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+    width = len(OUTCOME_COUNTS) + 1 + num_drafts
+    phases = [
+        Phase(
+            name=logprobs_name(k),
+            fn=lambda launch, k=k, **slots: report(launch, k=k, **slots),
+            slots={
+                "rows": rows,
+                "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=(vocab_size,), pad=Pad.KEEP),
+                "outcome": Slot(unit=Unit.ROW, dtype=torch.int32, shape=(width,), pad=Pad.KEEP),
+            },
+            outputs={
+                "logprob_ids": Output(unit=Unit.TOKEN, dtype=torch.int32, shape=pair),
+                "logprobs": Output(unit=Unit.TOKEN, dtype=torch.float32, shape=pair),
+            },
+            tokens_per_row=1 + k,
+        )
+        for k in sorted({num_drafts, 0})
+    ]
+    first = Phase(
+        name="logprobs.first",
+        fn=report_first,
+        slots={
+            "ending_rows": rows,
+            "prompt_logits": Slot(unit=Unit.ROW, dtype=dtype, shape=(vocab_size,), pad=Pad.KEEP),
+            "first_token": Slot(unit=Unit.ROW, dtype=torch.int32, shape=(1,), pad=Pad.KEEP),
+        },
+        outputs={
+            "first_logprob_ids": Output(unit=Unit.ROW, dtype=torch.int32, shape=pair),
+            "first_logprobs": Output(unit=Unit.ROW, dtype=torch.float32, shape=pair),
+        },
+    )
+    return [*phases, first]
+
+
+def logprobs_name(num_drafts: int) -> str:
+    """The phase that reports on a step with or without drafts."""
+    return "logprobs" if num_drafts else "logprobs.decode"
+
+
+def prompt_outputs(num_top: int) -> dict[str, Output]:
+    """What a prompt's pass reports for the token after each of its tokens."""
+    return {
+        "prompt_logprob_ids": Output(unit=Unit.TOKEN, dtype=torch.int32, shape=(1 + num_top,)),
+        "prompt_logprobs": Output(unit=Unit.TOKEN, dtype=torch.float32, shape=(1 + num_top,)),
+    }
+
+
+def prompt_report(
+    hidden_TC: Tensor, next_tokens_T: Tensor, logits_of: Callable[[Tensor], Tensor], num_top: int
+) -> dict[str, Tensor]:
+    """Compute `prompt_outputs`, some tokens at a time."""
+    parts = [
+        token_logprobs(raw_logprobs(logits_of(hidden_nC)), tokens_n, num_top)
+        for hidden_nC, tokens_n in zip(hidden_TC.split(CHUNK), next_tokens_T.split(CHUNK), strict=True)
+    ]
+    ids_TP, values_TP = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return {"prompt_logprob_ids": ids_TP, "prompt_logprobs": values_TP}
+
+
+class LogprobReader:
+    """Makes of a position's report what a request is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def read(self, token: int, ids_P: Tensor, values_P: Tensor, num_top: int) -> Logprobs:
+        """`token` and the `num_top` likeliest; a token that is both comes once."""
+        ids, values = ids_P[: 1 + num_top].tolist(), values_P[: 1 + num_top].tolist()
+        found = {token: Logprob(logprob=values[0], rank=ids[0], decoded_token=self._text(token))}
+        for place, (likely, value) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
+            if likely >= 0:
+                found.setdefault(likely, Logprob(logprob=value, rank=place, decoded_token=self._text(likely)))
+        return found
+
+    def _text(self, token: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        if token not in self._texts:
+            self._texts[token] = self._tokenizer.decode([token])
+        return self._texts[token]

@@ -1,0 +1,104 @@
+"""What a request may ask for: every value that cannot be meant is refused, with its name and what fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftloop.errors import RequestError
+from draftloop.request import SamplingParams, StructuredOutputsParams
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("temperature", -0.1, ">= 0"),
+        ("temperature", NAN, "finite"),
+        ("top_p", 0, r"in \(0, 1\]"),
+        ("top_k", -2, "0 or -1"),
+        ("min_p", 1.5, r"in \[0, 1\]"),
+        ("presence_penalty", 2.1, r"in \[-2, 2\]"),
+        ("presence_penalty", "1", r"in \[-2, 2\]"),
+        ("frequency_penalty", -3, r"in \[-2, 2\]"),
+        ("frequency_penalty", NAN, r"in \[-2, 2\]"),
+        ("repetition_penalty", 0, "above 0"),
+        ("logit_bias", {-1: 2.0}, "ids >= 0"),
+        ("logit_bias", {"x": 2.0}, "ids >= 0"),
+        ("logit_bias", {5: 101}, r"in \[-100, 100\]"),
+        ("logit_bias", [5], "a mapping"),
+        ("allowed_token_ids", [], "token ids"),
+        ("allowed_token_ids", [-4], "token ids"),
+        ("bad_words", [""], "non-empty"),
+        ("bad_words", [5], "non-empty"),
+        ("min_tokens", -1, ">= 0"),
+        ("min_tokens", 17, "at most max_tokens, 16"),
+        ("seed", -1, r"in \[0"),
+        ("n", 0, ">= 1"),
+        ("n", 1.5, "integer"),
+        ("max_tokens", 0, ">= 1"),
+        ("logprobs", -1, ">= 0"),
+        ("logprobs", True, ">= 0"),
+        ("prompt_logprobs", -1, ">= 0"),
+        ("truncate_prompt_tokens", 0, "or -1"),
+        ("stop", [""], "non-empty"),
+        ("stop_token_ids", [-1], ">= 0"),
+        ("extra_args", 3, "a mapping"),
+        ("structured_outputs", 3, "a dict"),
+    ],
+)
+def test_every_bad_value_is_refused_with_its_name_and_what_fits(name, value, limit):
+    with pytest.raises(RequestError, match=limit) as refused:
+        SamplingParams(**{name: value})
+    assert str(refused.value).startswith(f"{name} is ")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"n": 2, "temperature": 0}, "n is 2; it must be 1 at temperature 0"),
+        ({"stop": "x", "detokenize": False}, "stop is .* where detokenize is off"),
+        ({"ignore_eos": True, "structured_outputs": {"regex": "a"}}, "ignore_eos is True.* has to end"),
+        ({"structured_outputs": {}}, "has none; give exactly one"),
+        ({"structured_outputs": {"regex": "a", "json": "{}"}}, "has json and regex; give exactly one"),
+        ({"structured_outputs": {"regexp": "a"}}, "no key 'regexp'; did you mean 'regex'"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, r"structured_outputs.choice is \('a', ''\)"),
+        ({"structured_outputs": {"regex": "a", "after_token_id": -1}}, "after_token_id is -1"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(params, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**params)
+
+
+def test_what_callers_naturally_pass_is_taken():
+    params = SamplingParams(
+        stop="x",
+        bad_words="a b",
+        logit_bias={"7": 1, 8: -2.5},
+        allowed_token_ids=[3],
+        structured_outputs={"regex": "a"},
+    )
+    assert params.stop == ("x",)
+    assert params.bad_words == ("a b",)
+    assert params.logit_bias == {7: 1, 8: -2.5}
+    assert params.allowed_token_ids == (3,)
+    assert params.structured_outputs == StructuredOutputsParams(regex="a")
+    assert params.structured_outputs.kind == "regex"
+
+
+@pytest.mark.parametrize(
+    ("params", "constrained"),
+    [
+        ({}, False),
+        ({"temperature": 0.5, "top_p": 0.5, "logprobs": 3, "stop_token_ids": [1]}, False),
+        ({"logit_bias": {}, "repetition_penalty": 1.0, "min_tokens": 0}, False),
+        ({"presence_penalty": -1}, True),
+        ({"repetition_penalty": 0.9}, True),
+        ({"min_tokens": 1}, True),
+        ({"bad_words": "a"}, True),
+        ({"structured_outputs": {"json_object": True}}, True),
+    ],
+)
+def test_only_what_changes_logits_makes_a_batch_pay_for_it(params, constrained):
+    assert SamplingParams(**params).constrained is constrained
