@@ -149,8 +149,14 @@ def test_write_draft(device, seed, mapped, first, longest, packed) -> None:
 
 
 @FEW
-@given(seed=st.integers(0, 10**6), num_drafts=st.integers(0, K), synthetic=st.booleans(), width=st.integers(0, 2))
-def test_accept_block(device, seed, num_drafts, synthetic, width) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    num_drafts=st.integers(0, K),
+    synthetic=st.booleans(),
+    width=st.integers(0, 2),
+    bad=st.sampled_from([None, float("nan"), float("inf"), float("-inf")]),
+)
+def test_accept_block(device, seed, num_drafts, synthetic, width, bad) -> None:
     width += num_drafts + 1
     cpu = torch.device("cpu")
     state = make_state(seed, cpu)
@@ -161,6 +167,8 @@ def test_accept_block(device, seed, num_drafts, synthetic, width) -> None:
     targets = logits.view(rows.shape[0], num_drafts + 1, VOCAB).argmax(-1)[:, :-1].int()
     live = rows != state.padding_row
     state.drafts_MK[rows[live], :num_drafts] = torch.where(right, targets, state.drafts_MK[rows, :num_drafts])[live]
+    if bad is not None:
+        logits[seed % logits.shape[0], slice(None) if seed % 2 or bad < 0 else seed % VOCAB] = bad
     rates = torch.full((num_drafts,), 0.6) if synthetic and num_drafts else None
 
     def copied(device: torch.device) -> RowState:

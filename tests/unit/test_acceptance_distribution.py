@@ -5,13 +5,17 @@ trial runs iterations until three tokens are out; their joint distribution is te
 accepted drafts, replacements, bonus tokens and the seams between iterations.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from scipy import stats
 
 from draftloop.kvcache.rows import NO_DRAFT
-from draftloop.sampling.accept import accept_greedy, accept_sampled
-from draftloop.sampling.noise import Stream, gumbel_argmax, uniform
+from draftloop.sampling import block_verification
+from draftloop.sampling.accept import accept_greedy, accept_sampled, accept_sampled_rows
+from draftloop.sampling.block_verification import accept_block_rows
+from draftloop.sampling.noise import Stream, gumbel_argmax, in_block, uniform
 from draftloop.sampling.sampler import SamplingRows, probabilities
 
 TRIALS = 100_000
@@ -31,13 +35,13 @@ def chain(width: int, seed: int, sharpness: float = 1.2) -> torch.Tensor:
 TARGET = chain(VOCAB, 1)
 
 
-def sampled_drafts(draft_VW, last_R, seeds_R, positions_R, num_drafts, stream=Stream.DRAFT):
+def sampled_drafts(draft_VW, last_R, seeds_R, positions_R, num_drafts, stream=Stream.DRAFT, place=in_block):
     """Drafts drawn from a chain, and the distributions that they were drawn from."""
     drafts, probs = [], []
     for j in range(num_drafts):
         # a drafter with a wider vocabulary may leave the target's; what follows such a draft is never used
         q_RW = draft_VW[last_R.clamp(max=VOCAB - 1)]
-        last_R = gumbel_argmax(q_RW.log(), seeds_R, positions_R + j, stream)
+        last_R = gumbel_argmax(q_RW.log(), seeds_R, place(positions_R, j), stream)
         drafts.append(last_R)
         probs.append(q_RW)
     return torch.stack(drafts, 1), torch.stack(probs, 1)
@@ -58,7 +62,7 @@ def greedy_drafts(draft_VW, last_R, seeds_R, positions_R, num_drafts):
     return torch.stack(drafts, 1), None
 
 
-def emit_tokens(draft, seeds_R, positions_R, num_drafts) -> tuple[torch.Tensor, torch.Tensor]:
+def emit_tokens(draft, seeds_R, positions_R, num_drafts, rule=accept_sampled_rows) -> tuple[torch.Tensor, torch.Tensor]:
     """[R, TOKENS] tokens after a token 0, and how many drafts the first iteration accepted."""
     rows = torch.arange(len(seeds_R))
     out = torch.zeros(len(seeds_R), 1 + TOKENS + (TOKENS + 1) * (num_drafts + 1), dtype=torch.int64)
@@ -68,7 +72,7 @@ def emit_tokens(draft, seeds_R, positions_R, num_drafts) -> tuple[torch.Tensor, 
         last_R = out[rows, count]
         drafts_RK, probs_RKW = draft(last_R, seeds_R, positions_R + count, num_drafts)
         context_RQ = torch.cat([last_R[:, None], drafts_RK], 1).clamp(0, VOCAB - 1)
-        emitted, num = accept_sampled(TARGET[context_RQ], drafts_RK, probs_RKW, seeds_R, positions_R + count)
+        emitted, num = rule(TARGET[context_RQ], drafts_RK, probs_RKW, rows, seeds_R, positions_R + count)
         first = num - 1 if first is None else first
         for j in range(num_drafts + 1):
             out[rows, count + 1 + j] = emitted[:, j].long()
@@ -143,18 +147,57 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+RULES = {"standard": accept_sampled_rows, "block": accept_block_rows}
+
+
+@pytest.mark.parametrize(("rule", "depth"), [("standard", 1), ("standard", 2), ("standard", 3), ("block", 3)])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_emitted_tokens_follow_the_target(draft, depth):
-    tokens, _ = emit_tokens(DRAFTS[draft], SEEDS_R, POSITIONS_R, depth)
+def test_emitted_tokens_follow_the_target(rule, draft, depth):
+    tokens, _ = emit_tokens(DRAFTS[draft], SEEDS_R, POSITIONS_R, depth, RULES[rule])
     assert p_value(tokens) > 1e-3
 
 
 @pytest.mark.parametrize("draft", ["greedy", "sampled"])
-def test_emitted_tokens_follow_the_target_along_one_sequence(draft):
+@pytest.mark.parametrize("rule", RULES)
+def test_emitted_tokens_follow_the_target_along_one_sequence(rule, draft):
     """One seed, and trials at positions of their own."""
-    tokens, _ = emit_tokens(DRAFTS[draft], torch.full((TRIALS,), 7), torch.arange(TRIALS) * 16, 2)
+    tokens, _ = emit_tokens(DRAFTS[draft], torch.full((TRIALS,), 7), torch.arange(TRIALS) * 16, 2, RULES[rule])
     assert p_value(tokens) > 1e-3
+
+
+def test_blocks_accept_more_than_draft_by_draft_and_as_much_where_there_is_one():
+    draft = DRAFTS["sampled"]
+    means = {}
+    for depth in (1, 3):
+        for name, rule in RULES.items():
+            _, accepted = emit_tokens(draft, SEEDS_R, POSITIONS_R, depth, rule)
+            means[name, depth] = accepted.double().mean().item()
+    assert means["block", 1] == pytest.approx(means["standard", 1], abs=0.006)
+    assert means["block", 3] > means["standard", 3] + 0.02
+
+
+def test_a_block_accepts_as_many_as_its_paper_says():
+    """The chance of accepting at least i drafts is the mean of the running product of p / q, cut at 1."""
+    depth = 3
+    drafts_RK, q_RKV = DRAFTS["sampled"](torch.zeros(TRIALS, dtype=torch.int64), SEEDS_R, POSITIONS_R, depth)
+    p_RQV = TARGET[torch.cat([torch.zeros(TRIALS, 1, dtype=torch.int64), drafts_RK], 1)]
+    _, num = accept_block_rows(p_RQV, drafts_RK, q_RKV, torch.arange(TRIALS), SEEDS_R, POSITIONS_R)
+    ratio_RK = (p_RQV[:, :-1].gather(2, drafts_RK[..., None]) / q_RKV.gather(2, drafts_RK[..., None])).squeeze(-1)
+    share_R = torch.ones(TRIALS)
+    for i in range(depth):
+        share_R = (share_R * ratio_RK[:, i]).clamp(max=1)
+        assert rate_of(num - 1, i + 1) == pytest.approx(share_R.double().mean().item(), abs=0.006)
+
+
+@pytest.mark.parametrize("shared", ["drafts", "tests"])
+def test_blocks_that_share_noise_are_noticed(monkeypatch, shared):
+    """The next block goes over places whose drafts had a say already: with the noise of those it would be wrong."""
+    by_place = lambda start, j: start + j  # noqa: E731
+    draft = of(partial(sampled_drafts, place=by_place if shared == "drafts" else in_block), chain(VOCAB, 2, 0.5))
+    if shared == "tests":
+        monkeypatch.setattr(block_verification, "in_block", by_place)
+    tokens, _ = emit_tokens(draft, SEEDS_R, POSITIONS_R, 3, accept_block_rows)
+    assert p_value(tokens) < 1e-9
 
 
 def test_plain_sampling_is_the_same_function_with_nothing_drafted():
@@ -171,7 +214,7 @@ def test_plain_sampling_is_the_same_function_with_nothing_drafted():
 @pytest.mark.parametrize(
     "draft",
     [
-        lambda *args: sampled_drafts(chain(VOCAB, 2), *args, stream=Stream.SAMPLE),
+        lambda *args: sampled_drafts(chain(VOCAB, 2), *args, stream=Stream.SAMPLE, place=torch.add),
         of(coin_drafts, chain(VOCAB, 2)),
         # a drafter that lies about q: it says uniform, and draws from something else
         lambda *args: (sampled_drafts(chain(VOCAB, 2), *args)[0], torch.full((TRIALS, 1, VOCAB), 1 / VOCAB)),
@@ -196,8 +239,8 @@ def test_the_noise_of_a_token_belongs_to_its_position_however_the_token_was_reac
     assert torch.equal(emitted[:, depth], plain[:, 0])
 
 
-def rate_of(accepted: torch.Tensor) -> float:
-    return (accepted >= 1).double().mean().item()
+def rate_of(accepted: torch.Tensor, least: int = 1) -> float:
+    return (accepted >= least).double().mean().item()
 
 
 def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap():
@@ -215,9 +258,10 @@ def test_drafts_of_the_target_itself_are_accepted_and_greedy_ones_as_often_as_th
     assert rate_of(accepted) == pytest.approx(TARGET[0].max().item(), abs=0.006)
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("width", [VOCAB - 2, VOCAB, VOCAB + 3])
 @pytest.mark.parametrize("keep_probs", [True, False])
-def test_greedy_rows_of_a_mixed_batch_accept_as_in_a_greedy_batch_and_others_follow_the_target(width, keep_probs):
+def test_greedy_rows_of_a_mixed_batch_accept_as_in_a_greedy_batch_and_others_follow_the_target(rule, width, keep_probs):
     num_drafts, rows = 3, 4000
     noise = torch.Generator().manual_seed(width)
     logits = torch.randn(rows, num_drafts + 1, VOCAB, generator=noise).round(decimals=1)  # with ties
@@ -232,13 +276,14 @@ def test_greedy_rows_of_a_mixed_batch_accept_as_in_a_greedy_batch_and_others_fol
     sampling = SamplingRows(temperature, zero.int(), zero + 1, zero, torch.arange(rows))
     p = probabilities(logits.flatten(0, 1), sampling.repeat(num_drafts + 1)).view_as(logits)
     positions = torch.full((rows,), 5)
-    emitted, num = accept_sampled(p, drafts, q if keep_probs else None, sampling.seed_N, positions)
+    index = torch.arange(rows)
+    emitted, num = RULES[rule](p, drafts, q if keep_probs else None, index, sampling.seed_N, positions)
     greedy_emitted, greedy_num = accept_greedy(logits, drafts)
     assert torch.equal(emitted[::2], greedy_emitted[::2])
     assert torch.equal(num[::2], greedy_num[::2])
     assert not torch.equal(emitted[1::2], greedy_emitted[1::2])
-    alone, _ = accept_sampled(
-        p[1::2], drafts[1::2], q[1::2] if keep_probs else None, torch.arange(1, rows, 2), positions[1::2]
+    alone, _ = RULES[rule](
+        p[1::2], drafts[1::2], q if keep_probs else None, index[1::2], torch.arange(1, rows, 2), positions[1::2]
     )
     assert torch.equal(emitted[1::2], alone)
 

@@ -1,5 +1,9 @@
 """Emitted tokens reach the row state, and only the rows they belong to."""
 
+import copy
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import torch.overrides
@@ -7,7 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.sampling import commit as rules
+from draftloop.sampling.accept import accept_synthetic_rows
+from draftloop.sampling.block_verification import accept_block_rows
 from draftloop.sampling.commit import OUTCOME_COUNTS, commit
+from draftloop.sampling.sampler import SamplingKind
 
 VOCAB = 11
 
@@ -20,6 +27,7 @@ def make_state(*, num_drafts: int = 3, draft_vocab: int = 0, max_model_len: int 
         page_size=4,
         draft_vocab=draft_vocab,
         device=torch.device("cpu"),
+        vocab_size=VOCAB,
     )
     noise = torch.Generator().manual_seed(5)
     state.tokens_ML.copy_(torch.randint(100, 200, state.tokens_ML.shape, generator=noise))
@@ -52,6 +60,20 @@ def accept_rows_sampled(*args) -> dict[str, torch.Tensor]:
     return reported(rules.accept_rows_sampled, *args)
 
 
+def accept_rows_constrained(*args) -> dict[str, torch.Tensor]:
+    return reported(partial(rules.accept_rows_sampled, kind=SamplingKind.CONSTRAINED), *args)
+
+
+def accept_rows_in_blocks(*args) -> dict[str, torch.Tensor]:
+    return reported(partial(rules.accept_rows_sampled, rule=accept_block_rows), *args)
+
+
+def accept_rows_by_coin(*args) -> dict[str, torch.Tensor]:
+    """Of a batch that is not greedy."""
+    rule = partial(accept_synthetic_rows, rates_K=torch.full((args[3],), 0.7, device=args[2].device))
+    return reported(partial(rules.accept_rows_sampled, rule=rule), *args)
+
+
 def accept_rows_synthetic(*args) -> dict[str, torch.Tensor]:
     return reported(rules.accept_rows_synthetic, *args)
 
@@ -59,6 +81,9 @@ def accept_rows_synthetic(*args) -> dict[str, torch.Tensor]:
 RULES = {
     "greedy": accept_rows_greedy,
     "sampled": accept_rows_sampled,
+    "constrained": accept_rows_constrained,
+    "block": accept_rows_in_blocks,
+    "sampled synthetic": accept_rows_by_coin,
     "synthetic": lambda *args: accept_rows_synthetic(*args, torch.full((args[3],), 0.7)),
 }
 
@@ -185,6 +210,36 @@ def test_two_of_three_drafts_accepted_every_step_is_an_acceptance_length_of_thre
     assert (accepted, drafted, 1 + accepted / steps) == (2 * steps, 3 * steps, 3.0)
 
 
+BAD = {"NaN": float("nan"), "inf": float("inf"), "nothing": float("-inf")}
+
+
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("rule", RULES)
+def test_bad_logits_end_a_row_before_them_and_change_no_neighbour(rule, value):
+    logits = logits_for(4, 3).view(4, 4, VOCAB)
+    start = make_state(draft_vocab=VOCAB)
+    start.temperature_M.zero_()
+    start.drafts_MK[:4] = logits[:, :3].argmax(-1).int()  # all of them would stand
+    good = RULES[rule](copy.deepcopy(start), ints([0, 1, 2, 3]), logits.flatten(0, 1), 3)
+    for place in range(4):
+        for bad_ids in (slice(None), slice(2, 3)):  # all of the vocabulary, or one id
+            if value == BAD["nothing"] and bad_ids != slice(None):
+                continue
+            state, broken = copy.deepcopy(start), logits.clone()
+            broken[1, place, bad_ids] = value
+            out = RULES[rule](state, ints([0, 1, 2, 3]), broken.flatten(0, 1), 3)
+            count = min(place, int(good["num_emitted"][1]))
+            assert out["num_emitted"][1] == count
+            assert out["num_accepted"][1] <= count
+            assert out["emitted"][1].tolist() == good["emitted"][1].tolist()[:count] + [-1] * (4 - count)
+            assert state.num_tokens_M[1] == start.num_tokens_M[1] + count
+            assert state.tokens_ML[1].equal(
+                start.tokens_ML[1].index_copy(0, 5 + torch.arange(count), out["emitted"][1, :count])
+            )
+            for row in (0, 2, 3):
+                assert out["emitted"][row].equal(good["emitted"][row])
+
+
 class NoHostReads(TorchDispatchMode):
     """Refuses what a captured graph cannot do: anything whose shape or branch needs a value on the host."""
 
@@ -222,7 +277,10 @@ def test_a_captured_graph_accepts_as_eager_does(rule):
 
     def on_gpu() -> RowState:
         here = make_state(draft_vocab=VOCAB)
-        return RowState(**{k: v.to(device) for k, v in vars(here).items()})
+        moved = {k: v.to(device) for k, v in vars(here).items() if k != "constraints"}
+        assert here.constraints is not None
+        rules = replace(here.constraints, **{k: v.to(device) for k, v in vars(here.constraints).items()})
+        return RowState(**moved, constraints=rules)
 
     eager, captured = on_gpu(), on_gpu()
     rows, logits = ints([0, 1, 2, 3, 4, 4]).to(device), logits_for(6, 3).to(device)
