@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -196,6 +196,13 @@ class SamplingParams:
                 if key not in known:
                     raise RequestError(f"structured_outputs has no key {key!r}{nearest(str(key), known)}")
             put(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
+
+    def answer(self, index: int) -> SamplingParams:
+        """The parameters of one answer of `n`: it has a seed of its own, and only the first reports the prompt."""
+        if self.n == 1:
+            return self
+        seed = None if self.seed is None else (self.seed + index) % 2**63
+        return replace(self, n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
 
     @property
     def greedy(self) -> bool:

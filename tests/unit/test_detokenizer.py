@@ -93,3 +93,11 @@ def test_no_text_is_made_where_none_is_wanted(tokenizer):
     assert (detokenizer.text, stop, set(seen)) == ("", None, {""})
     with pytest.raises(RequestError, match=r"stop is .*; it must be left out where detokenize is off"):
         SamplingParams(stop=("x",), detokenize=False)
+
+
+def test_a_stop_text_that_came_too_early_is_text_like_any_other(tokenizer):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop=("ab", "longer")))
+    for index, token in enumerate(tokenizer.backend_tokenizer.encode("xab yab").ids):
+        stop = detokenizer.add(token, may_stop=index > 3)
+        assert (stop is not None) == (index == 6)
+    assert detokenizer.text == "xab y"

@@ -32,11 +32,11 @@ class Detokenizer:
             return None
         self._pending.clear()
         # a stop text may begin in what is there already, but must end in the new piece
-        start = max(len(self.text) - max(map(len, self._stop), default=0), 0)
+        known = len(self.text)
         self.text += piece
         if not may_stop:
             return None
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        found = [(at, s) for s in self._stop if (at := self.text.find(s, max(known - len(s) + 1, 0))) >= 0]
         if not found:
             return None
         at, stop = min(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -152,8 +151,7 @@ class LLM:
         running: list[Running] = []
         for answer in answers:
             request_id = _answer_id(output, answer.index)
-            one = params if params.n == 1 else _one_of(params, answer.index)
-            running.append(self.engine.core.add(request_id, ids, one, speculation=speculation))
+            running.append(self.engine.core.add(request_id, ids, params.answer(answer.index), speculation=speculation))
             self._open[request_id] = output, running
         output.prompt_token_ids = running[0].prompt_ids
         return output
@@ -230,12 +228,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _answer_id(output: RequestOutput, index: int) -> str:
     """What the engine calls one answer of a request."""
     return output.request_id if len(output.outputs) == 1 else f"{output.request_id}-{index}"
-
-
-def _one_of(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of one answer of several: its own seed, and the prompt is reported once."""
-    seed = None if params.seed is None else (params.seed + index) % 2**63
-    return replace(params, n=1, seed=seed, prompt_logprobs=None if index else params.prompt_logprobs)
 
 
 def _num_tokens(output: RequestOutput) -> int:

@@ -1,0 +1,357 @@
+"""The API's side of the engine: starts its process, sends requests, hands out what comes back, notices its death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import zmq
+import zmq.asyncio
+
+from draftloop.config import EngineConfig
+from draftloop.errors import DraftloopError, RequestError
+from draftloop.observability import log
+from draftloop.request import SamplingParams
+from draftloop.server.engine_process import run
+from draftloop.server.messages import (
+    Abort,
+    Accepted,
+    Add,
+    AskGraphs,
+    Close,
+    Counters,
+    Failed,
+    Graphs,
+    Progress,
+    Ready,
+    Refused,
+    ToEngine,
+    Update,
+    decode_from_engine,
+    encode,
+)
+
+State = Literal["starting", "ready", "draining", "dead"]
+
+logger = log.get_logger(__name__)
+
+
+class EngineUnavailableError(DraftloopError):
+    """The engine is not there: still starting, or dead. The message says which, and why."""
+
+
+class BusyError(DraftloopError):
+    """As many requests as may wait are waiting."""
+
+
+class EngineClient:
+    """One engine in a process of its own. All methods belong to one event loop."""
+
+    def __init__(self, config: EngineConfig, *, max_waiting: int, silence_s: float, log_level: str = "INFO") -> None:
+        """`max_waiting` answers may wait for a row; a busy engine that says nothing for `silence_s` is given up."""
+        self.config, self.max_waiting, self.silence_s = config, max_waiting, silence_s
+        self.state: State = "starting"
+        self.reason = "the engine is starting"
+        """Why it does not serve, unless it is ready."""
+        self.counters = Counters()
+        self.changed = asyncio.Event()
+        """Set whenever the state has changed."""
+        self._log_level = log_level
+        self._ready: Ready | None = None
+        self._open: dict[str, tuple[Answers, int]] = {}
+        """By the engine's request id: who waits for it, and as which of its answers."""
+        self._questions: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self._folder: Path | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last_heard = time.monotonic()
+
+    # ---- life -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the process; `state` says when it is ready."""
+        self._folder = Path(tempfile.mkdtemp(prefix="draftloop-"))  # readable by this user only
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        address = f"ipc://{self._folder}/engine"
+        self._socket.bind(address)
+        spawn = multiprocessing.get_context("spawn")  # a fork would share the event loop, and CUDA forbids it
+        self._process = spawn.Process(target=run, args=(self.config, address, self._log_level), name="draftloop-engine")
+        self._process.start()
+        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id."""
+        return self._process.pid if self._process else None
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of itself. Raises EngineUnavailableError before it has."""
+        if self._ready is None:
+            raise EngineUnavailableError(self.reason)
+        return self._ready
+
+    @property
+    def num_open(self) -> int:
+        """Answers that somebody waits for."""
+        return len(self._open)
+
+    def drain(self) -> None:
+        """Take no new requests; what runs goes on."""
+        if self.state == "ready":
+            self._enter("draining", "the server is shutting down")
+
+    def fail_open(self, reason: str) -> None:
+        """End all open requests with this error."""
+        open_, self._open = self._open, {}
+        if open_:
+            self._send(Abort(request_ids=list(open_)))
+        for answers in dict.fromkeys(answers for answers, _ in open_.values()):
+            answers.fail(reason)
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """End the process, by force if it has not ended by then, and give everything back."""
+        process = self._process
+        self.drain()
+        self.fail_open("the server is shutting down")
+        if process is not None:
+            asyncio.get_running_loop().remove_reader(process.sentinel)
+            if self.state != "starting":  # a starting engine reads no messages yet
+                self._send(Close())
+                await asyncio.to_thread(process.join, timeout_s)
+            if process.is_alive():
+                process.kill()
+            await asyncio.to_thread(process.join)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None and self._context is not None:
+            self._socket.close(linger=0)
+            self._context.term()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _enter(self, state: State, reason: str) -> None:
+        self.state, self.reason = state, reason
+        self.changed.set()
+
+    def _on_exit(self) -> None:
+        assert self._process is not None
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        asyncio.get_running_loop().call_later(0.1, self._gone)  # what it has said last may still be on its way
+
+    def _gone(self) -> None:
+        assert self._process is not None
+        self._process.join(0)
+        self._die(f"the engine's process has ended (exit code {self._process.exitcode})")
+
+    def _die(self, reason: str) -> None:
+        """The engine is of no use any more, and stays so."""
+        if self.state == "dead":
+            return
+        logger.error("%s", reason)
+        self._enter("dead", reason)
+        self.fail_open(reason)
+        while self._questions:
+            self._questions.popleft().cancel()
+        if self._process is not None and self._process.is_alive():
+            self._process.kill()
+
+    async def _watch(self) -> None:
+        """A stall must end in an error: a busy engine says something every second, unless a step never ends."""
+        while True:
+            await asyncio.sleep(min(1.0, self.silence_s / 4))
+            silence = time.monotonic() - self._last_heard
+            if self._open and self.state in ("ready", "draining") and silence > self.silence_s:
+                self._die(f"the engine has been silent for {silence:.0f} s with {len(self._open)} requests open")
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def check_room(self, count: int) -> None:
+        """Raises EngineUnavailableError where there is no engine, BusyError where `count` more answers are too many.
+
+        Raises RequestError for a count that never fits.
+        """
+        if self.state != "ready":
+            raise EngineUnavailableError(self.reason)
+        most = self.ready.max_num_seqs + self.max_waiting
+        if count > most:
+            raise RequestError(f"n asks for {count} answers; this server holds at most {most} at a time")
+        if len(self._open) + count > most:
+            raise BusyError(f"{len(self._open)} requests are open; this server holds at most {most} at a time")
+
+    async def submit(
+        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams, *, speculation: bool = True
+    ) -> Answers:
+        """Queue `params.n` answers to each prompt; all or none.
+
+        Raises what `check_room` raises, and RequestError for what the engine refuses.
+        """
+        self.check_room(len(prompts) * params.n)
+        now = time.monotonic()
+        if not self._open:
+            self._last_heard = now  # an idle engine may be silent
+        answers = Answers(self, arrived=now)
+        for at, prompt_ids in enumerate(prompts):
+            for index in range(params.n):
+                one = f"{request_id}-{at * params.n + index}"
+                answers.request_ids.append(one)
+                self._open[one] = answers, at * params.n + index
+                self._send(
+                    Add(request_id=one, prompt_ids=prompt_ids, params=params.answer(index), speculation=speculation)
+                )
+        try:
+            await answers.wait_until_accepted()
+        except BaseException:
+            answers.close()
+            raise
+        return answers
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Nobody waits for these any more."""
+        known = [one for one in request_ids if self._open.pop(one, None)]
+        if known:
+            self._send(Abort(request_ids=known))
+
+    async def graphs(self) -> dict[str, Any]:
+        """The coverage table. Raises EngineUnavailableError without an engine."""
+        if self.state not in ("ready", "draining"):
+            raise EngineUnavailableError(self.reason)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._questions.append(future)
+        self._send(AskGraphs())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self.state == "dead":
+                raise EngineUnavailableError(self.reason) from None
+            raise
+
+    # ---- messages ---------------------------------------------------------------------------
+
+    def _send(self, message: ToEngine) -> None:
+        if self._socket is not None and self.state != "dead":
+            with contextlib.suppress(zmq.Again):  # the process is gone, which is about to be noticed
+                zmq.Socket.send(self._socket, encode(message), zmq.NOBLOCK)
+
+    async def _listen(self) -> None:
+        assert self._socket is not None
+        while True:
+            data = await self._socket.recv()
+            self._last_heard = time.monotonic()
+            self._take(decode_from_engine(data))
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Progress():
+                self.counters = message.counters
+                for update in message.updates:
+                    self._deliver(update)
+            case Accepted(request_id=request_id, num_prompt_tokens=count):
+                if request_id in self._open:
+                    answers, index = self._open[request_id]
+                    answers.accept(index, count)
+            case Refused(request_id=request_id, message=text):
+                if request_id in self._open:
+                    self._open.pop(request_id)[0].refuse(text)
+            case Graphs(report=report):
+                future = self._questions.popleft()
+                if not future.done():
+                    future.set_result(report)
+            case Ready():
+                self._ready = message
+                self._enter("ready", "")
+            case Failed(message=text):
+                starting = self.state == "starting"
+                self._die(text if starting else f"the engine has failed: {text}")
+
+    def _deliver(self, update: Update) -> None:
+        if place := self._open.get(update.request_id):
+            if update.ending is not None:
+                del self._open[update.request_id]
+            answers, index = place
+            answers.deliver(index, update)
+
+
+class Answers:
+    """What the engine gives to one request: several prompts, several answers each, in the order of `submit`."""
+
+    def __init__(self, client: EngineClient, *, arrived: float) -> None:
+        self._client = client
+        self.arrived = arrived
+        self.request_ids: list[str] = []
+        self.num_prompt_tokens: dict[int, int] = {}
+        """By answer: tokens of its prompt, once accepted."""
+        self._pending: list[tuple[int, Update]] = []
+        self._news = asyncio.Event()
+        self._refusal: str | None = None
+        self._failure: str | None = None
+
+    def accept(self, index: int, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens[index] = num_prompt_tokens
+        self._news.set()
+
+    def refuse(self, reason: str) -> None:
+        self._refusal = reason
+        self._news.set()
+
+    def fail(self, reason: str) -> None:
+        self._failure = reason
+        self._news.set()
+
+    def deliver(self, index: int, update: Update) -> None:
+        self._pending.append((index, update))
+        self._news.set()
+
+    async def wait_until_accepted(self) -> None:
+        """Raises RequestError if any answer is refused, EngineUnavailableError if the engine dies."""
+        while len(self.num_prompt_tokens) < len(self.request_ids):
+            self._check()
+            self._news.clear()
+            await self._news.wait()
+        self._check()
+        if self._pending:
+            self._news.set()
+
+    async def next(self) -> list[tuple[int, Update]]:
+        """What has come since the last call: answers and their updates. A slow reader gets more at a time.
+
+        Raises EngineUnavailableError if the engine dies before the end.
+        """
+        while not self._pending:
+            self._check()
+            self._news.clear()
+            await self._news.wait()
+        updates, self._pending = self._pending, []
+        return updates
+
+    def _check(self) -> None:
+        if self._refusal is not None:
+            raise RequestError(self._refusal)
+        if self._failure is not None:
+            raise EngineUnavailableError(self._failure)
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        self._client.abort(self.request_ids)
+
+
+async def wait_for_state(client: EngineClient, *states: State) -> None:
+    """Return once the engine is in one of these states."""
+    while client.state not in states:
+        client.changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(client.changed.wait(), 1.0)

@@ -1,0 +1,238 @@
+"""The engine's process: owns the engine, steps it while there is work, and sleeps while there is none.
+
+Heavy modules are imported in `run`, which is called in the engine's process only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from draftloop.config import EngineConfig
+from draftloop.errors import DraftloopError, RequestError
+from draftloop.observability import log
+from draftloop.scheduler.batch import Sequence
+from draftloop.server.messages import (
+    Abort,
+    Accepted,
+    Add,
+    AskGraphs,
+    Close,
+    Counters,
+    Ending,
+    Failed,
+    FromEngine,
+    Graphs,
+    Progress,
+    Ready,
+    Refused,
+    Update,
+    decode_to_engine,
+    encode,
+)
+from draftloop.server.text import TextCursor
+
+if TYPE_CHECKING:
+    from draftloop.engine.startup import Engine
+
+HEARTBEAT_S = 1.0
+"""A busy engine is heard of at least this often, even if nobody gets a token."""
+
+logger = log.get_logger(__name__)
+
+
+def run(config: EngineConfig, address: str, log_level: str) -> None:
+    """Serve the API process at `address` until it says so, or is gone."""
+    for name in (signal.SIGINT, signal.SIGTERM):  # the API process decides when this one ends
+        signal.signal(name, signal.SIG_IGN)
+    log.setup(log_level)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    context = zmq.Context()
+    socket = connect(context, address)
+    try:
+        from draftloop.engine.startup import start
+
+        engine = start(config)
+        EngineServer(engine, socket).serve()
+    except DraftloopError as error:
+        socket.send(encode(Failed(message=str(error))))
+    except Exception as error:
+        logger.exception("the engine has failed")
+        socket.send(encode(Failed(message=f"{type(error).__name__}: {error}")))
+    finally:
+        socket.close(linger=1000)
+        context.term()
+
+
+def connect(context: zmq.Context, address: str) -> zmq.Socket:
+    """The engine's end of the pair. It never waits for a reader: a slow one must not stop the engine."""
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(address)
+    return socket
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+class EngineServer:
+    """Takes messages between steps, and says what each step gave."""
+
+    def __init__(self, engine: Engine, socket: zmq.Socket) -> None:
+        self._engine, self._core, self._socket = engine, engine.core, socket
+        self._cursors: dict[str, _Cursor] = {}
+        self._is_open = True
+        self._last_sent = 0.0
+
+    def serve(self) -> None:
+        """Until a `Close` comes. Raises what the engine raises."""
+        self._send(_ready(self._engine))
+        while self._is_open:
+            self._receive()
+            if not self._core.idle:
+                self._step()
+        self._core.close()
+        if self._engine.drafter is not None:
+            self._engine.drafter.close()
+
+    def _receive(self) -> None:
+        """Take all messages that are there; wait for one if there is nothing else to do."""
+        while True:
+            try:
+                data = self._socket.recv(0 if self._core.idle and self._is_open else zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(decode_to_engine(data))
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Add():
+                self._add(message)
+            case Abort(request_ids=request_ids):
+                for request_id in request_ids:
+                    self._cursors.pop(request_id, None)
+                    self._core.abort(request_id)
+                self._send_progress([])  # what was freed is visible at once
+            case AskGraphs():
+                self._send(Graphs(report=self._engine.table.report().to_dict()))
+            case Close():
+                self._is_open = False
+
+    def _add(self, message: Add) -> None:
+        try:
+            sequence = self._core.add(
+                message.request_id, message.prompt_ids, message.params, speculation=message.speculation
+            )
+        except RequestError as error:
+            self._send(Refused(request_id=message.request_id, message=str(error)))
+            return
+        self._cursors[message.request_id] = _Cursor(sequence)
+        self._send(Accepted(request_id=message.request_id, num_prompt_tokens=sequence.num_prompt))
+
+    def _step(self) -> None:
+        changed = self._core.step()
+        updates = []
+        for sequence, text in changed:
+            if cursor := self._cursors.get(sequence.request_id):
+                updates.append(cursor.update(text))
+                if sequence.finish_reason is not None:
+                    del self._cursors[sequence.request_id]
+        if updates or time.perf_counter() - self._last_sent > HEARTBEAT_S:
+            self._send_progress(updates)
+
+    def _send_progress(self, updates: list[Update]) -> None:
+        stats, scheduler = self._core.stats, self._core.scheduler
+        counters = Counters(
+            prompt_tokens=stats.prompt_tokens,
+            generated_tokens=stats.generated_tokens,
+            num_spec_steps=stats.num_spec_steps,
+            num_steps_without_drafts=stats.num_steps_without_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            acceptance_histogram=stats.histogram,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_pages_in_use=scheduler.pages.capacity - scheduler.pages.num_free,
+        )
+        self._send(Progress(updates=updates, counters=counters))
+
+    def _send(self, message: FromEngine) -> None:
+        self._last_sent = time.perf_counter()
+        self._socket.send(encode(message))
+
+
+class _Cursor:
+    """How much of an answer has been sent."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self._text = TextCursor(sequence.params.stop)
+        self._num_tokens = 0
+
+    def update(self, text: str) -> Update:
+        """What is new."""
+        sequence, start = self._sequence, self._num_tokens
+        self._num_tokens = len(sequence.output_ids)
+        params = sequence.params
+        ended = sequence.finish_reason is not None
+        reports_prompt = params.prompt_logprobs is not None and start == 0
+        return Update(
+            request_id=sequence.request_id,
+            text=self._text.advance(text, is_last=ended),
+            token_ids=sequence.output_ids[start:],
+            logprobs=None if params.logprobs is None else sequence.logprobs[start:],
+            prompt_logprobs=sequence.prompt_logprobs if reports_prompt else None,
+            ending=_ending(sequence) if ended else None,
+        )
+
+
+def _ending(sequence: Sequence) -> Ending:
+    from draftloop.engine.stats import speculation_stats
+
+    assert sequence.finish_reason is not None
+    started = sequence.started or sequence.finished
+    first_token = sequence.first_token or sequence.finished
+    return Ending(
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        error=sequence.error,
+        speculation=speculation_stats([sequence]),
+        queue_s=max(started - sequence.arrived, 0.0),
+        prefill_s=max(first_token - started, 0.0),
+        decode_s=max(sequence.finished - first_token, 0.0),
+    )
+
+
+def _ready(engine: Engine) -> Ready:
+    tokenizer, resolved, pool = engine.tokenizer, engine.resolved, engine.pool
+    template = getattr(tokenizer, "chat_template", None)
+    special = getattr(tokenizer, "special_tokens_map", {})
+    return Ready(
+        tokenizer=tokenizer.backend_tokenizer.to_str() if tokenizer is not None else None,
+        chat_template=template if isinstance(template, str) else None,
+        special_tokens={name: token for name, token in special.items() if isinstance(token, str)},
+        vocab_size=engine.model_config.vocab_size,
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        num_pages=pool.num_pages - 1,
+        page_size=pool.page_size,
+        num_spec_tokens=engine.core.stats.num_drafts,
+        info={
+            "settings": [
+                {"name": choice.name, "value": str(choice.value), "reason": choice.reason}
+                for choice in resolved.choices
+            ],
+            "drafter": engine.drafter.describe() if engine.drafter else None,
+            "startup_s": engine.seconds,
+        },
+    )

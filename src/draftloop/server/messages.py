@@ -1,0 +1,145 @@
+"""What the API process and the engine process say to each other: msgpack over a pair of sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from draftloop.request import Logprobs, SamplingParams, SpeculationStats
+
+# ---- to the engine --------------------------------------------------------------------------
+
+
+class Add(msgspec.Struct, tag=True, kw_only=True):
+    """Run one answer of a request."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    speculation: bool = True
+
+
+class Abort(msgspec.Struct, tag=True, kw_only=True):
+    """Nobody waits for these answers any more."""
+
+    request_ids: list[str]
+
+
+class AskGraphs(msgspec.Struct, tag=True, kw_only=True):
+    """Send a `Graphs`."""
+
+
+class Close(msgspec.Struct, tag=True, kw_only=True):
+    """Finish what a drafter writes, and end."""
+
+
+ToEngine = Add | Abort | AskGraphs | Close
+
+# ---- from the engine ------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, tag=True, kw_only=True):
+    """Everything is loaded and captured. Holds what the API must know of the model and the engine."""
+
+    tokenizer: str | None
+    """The tokenizer as tokenizer.json; None where prompts must be token ids."""
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    """Such as bos_token, for chat templates."""
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    num_pages: int
+    """Cache pages for requests."""
+    page_size: int
+    num_spec_tokens: int
+    info: dict[str, Any]
+    """What was decided at the start and why, and how long the start took."""
+
+
+class Failed(msgspec.Struct, tag=True, kw_only=True):
+    """The engine could not start, or has met an error that it does not survive. It ends now."""
+
+    message: str
+
+
+class Accepted(msgspec.Struct, tag=True, kw_only=True):
+    """The answer is queued."""
+
+    request_id: str
+    num_prompt_tokens: int
+
+
+class Refused(msgspec.Struct, tag=True, kw_only=True):
+    """The answer cannot be served as asked for."""
+
+    request_id: str
+    message: str
+
+
+class Ending(msgspec.Struct, kw_only=True):
+    """What is known of an answer once it has ended."""
+
+    finish_reason: str
+    stop_reason: int | str | None = None
+    error: str | None = None
+    speculation: SpeculationStats | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Update(msgspec.Struct, array_like=True):
+    """What one step gave to one answer."""
+
+    request_id: str
+    text: str
+    """Whole characters, and nothing that may turn out to belong to a stop text."""
+    token_ids: list[int]
+    logprobs: list[Logprobs] | None = None
+    """One for each of `token_ids`, where asked for."""
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """One for each token of the prompt, with the first update, where asked for."""
+    ending: Ending | None = None
+
+
+class Counters(msgspec.Struct, kw_only=True):
+    """The engine's counters since its start, and what it holds now."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    num_spec_steps: int = 0
+    num_steps_without_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_histogram: list[int] = []
+    """Drafted steps that accepted 0, 1, .. K drafts."""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages_in_use: int = 0
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """Drafted steps that accepted draft i, for i = 1 .. K."""
+        return [sum(self.acceptance_histogram[i:]) for i in range(1, len(self.acceptance_histogram))]
+
+
+class Progress(msgspec.Struct, tag=True, kw_only=True):
+    """What a step gave, to whom; also says that the engine is alive, where it gave nothing."""
+
+    updates: list[Update]
+    counters: Counters
+
+
+class Graphs(msgspec.Struct, tag=True, kw_only=True):
+    """The coverage table; see `draftloop.graphs.report.GraphReport`."""
+
+    report: dict[str, Any]
+
+
+FromEngine = Ready | Failed | Accepted | Refused | Progress | Graphs
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
