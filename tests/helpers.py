@@ -21,6 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftloop.config.speculative import SpeculativeConfig
+from draftloop.drafters.base import DRAFTERS
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import ModeSetting, Phase
 from draftloop.graphs.program import Recorder
@@ -220,7 +222,7 @@ def engine(model: str | None = None, *, poison: bool | None = None, **settings: 
     if poison is not None:
         llm.engine.table.poison = poison
     llm.engine.table.reset_counts()
-    core.stats = type(core.stats)(num_drafts=core.stats.num_drafts)
+    core.stats = type(core.stats)(num_drafts=core.stats.num_drafts, drafters=core.stats.drafters)
     return llm
 
 
@@ -308,6 +310,25 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
             {"method": "draft_model", "model": near_draft(), "num_speculative_tokens": 3},
             {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 2},
         ],
+        "cascade": [
+            {
+                "method": "cascade",
+                "drafters": [
+                    {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+                    {"method": "eagle3", "model": tiny_head("eagle3")},
+                ],
+                "num_speculative_tokens": 3,
+            },
+            {
+                "method": "cascade",
+                "drafters": [
+                    {"method": "scripted", "script": repeat_suffix},
+                    {"method": "draft_model", "model": near_draft(), "draft_sample_method": "greedy"},
+                    {"method": "medusa", "model": tiny_medusa("medusa")},
+                ],
+                "num_speculative_tokens": 3,
+            },
+        ],
         "dflash": [{"method": "dflash", "model": tiny_block("dflash"), "num_speculative_tokens": 3}],
         "dspark": [{"method": "dspark", "model": tiny_block("dspark", method="dspark"), "num_speculative_tokens": 3}],
         "eagle": [{"method": "eagle", "model": tiny_head("eagle", method="eagle"), "num_speculative_tokens": 3}],
@@ -359,6 +380,13 @@ def ending_at(folder: str, eos: int) -> str:
     (other / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
     (other / "model.safetensors").symlink_to(Path(folder) / "model.safetensors")
     return str(other)
+
+
+def works_on_host(name: str, index: int) -> bool:
+    """Does this example of a drafter need each step's tokens on the host?"""
+    examples = example_configs().get(name)
+    spec = SpeculativeConfig.from_mapping(examples[index]) if examples else None
+    return spec is not None and DRAFTERS[name].needs_host(spec)
 
 
 def lookup_reference(tokens: list[int], k: int, shortest: int, longest: int) -> list[int]:

@@ -24,6 +24,7 @@ from helpers import (
     prompts,
     run_through,
     tiny_model,
+    works_on_host,
 )
 
 load_drafters()
@@ -35,7 +36,7 @@ CASES = [
 ]
 LOSSLESS = [case for case in CASES if not DRAFTERS[case.values[0]].forced_acceptance]
 FORCED = [case for case in CASES if DRAFTERS[case.values[0]].forced_acceptance]
-OVERLAPPING = [case for case in LOSSLESS if not DRAFTERS[case.values[0]].on_host]
+OVERLAPPING = [case for case in LOSSLESS if not works_on_host(*case.values)]
 
 
 def config(name: str, index: int) -> dict:
@@ -75,7 +76,7 @@ def test_greedy_text_is_that_of_the_plain_engine(name, index, mode):
 @pytest.mark.parametrize(("name", "index"), LOSSLESS)
 def test_chunked_prompts_beside_decoding_rows(name, index, overlap):
     """Prompts of 1 to 20 tokens, 24 tokens of budget: they are cut while others decode, at either depth."""
-    if overlap and DRAFTERS[name].on_host:
+    if overlap and works_on_host(name, index):
         pytest.skip("needs the tokens of each step on the host")
     llm = drafting(name, index, async_scheduling=overlap, max_num_batched_tokens=24, cudagraph_mode="FULL", poison=True)
     asked = prompts(12)
@@ -156,7 +157,7 @@ def test_a_batch_that_declines_speculation_is_plain_decoding(name, index):
 @pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
 @pytest.mark.parametrize(("name", "index"), CASES)
 def test_aborting_anywhere_frees_rows_and_pages_and_harms_nobody(name, index, overlap):
-    if overlap and DRAFTERS[name].on_host:
+    if overlap and works_on_host(name, index):
         pytest.skip("needs the tokens of each step on the host")
     llm = drafting(name, index, async_scheduling=overlap, max_num_batched_tokens=24, cudagraph_mode="FULL", poison=True)
     core, asked = llm.engine.core, prompts(10)

@@ -63,7 +63,7 @@ def exact_second(prompt: list[int], temperature: float) -> torch.Tensor:
     return first @ (model(batch).logits[:, -1] / temperature).softmax(-1)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle", "dflash", "dspark", "medusa", "peagle"])
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "dflash", "dspark", "medusa", "peagle", "cascade"])
 def test_sampled_text_has_the_targets_distribution(method):
     """The second token is the first that a draft may become. The head is poor, so most of what is accepted, and
     all of what replaces the rest, depends on its probabilities being right."""

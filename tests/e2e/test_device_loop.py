@@ -30,11 +30,12 @@ from helpers import (
     prompts,
     run_through,
     tiny_model,
+    works_on_host,
 )
 
 load_drafters()
 CASES = [(name, index) for name, configs in example_configs().items() for index in range(len(configs))]
-REPEATING = [(n, i) for n, i in CASES if not DRAFTERS[n].on_host and not DRAFTERS[n].observes]
+REPEATING = [(n, i) for n, i in CASES if not works_on_host(n, i) and not DRAFTERS[n].observes]
 SPEC = {"method": "draft_model", "model": near_draft(), "num_speculative_tokens": 3}
 
 

@@ -22,6 +22,8 @@ class SpeculativeConfig:
     method: str | None = None
     """The drafter: ngram, suffix, draft_model, eagle3, eagle, mtp, dflash, dspark, synthetic, or any other that is
     registered."""
+    drafters: tuple[SpeculativeConfig, ...] | None = None
+    """cascade: configurations of several drafters; each row takes the drafts of the first that has any for it."""
     model: str | None = None
     """The drafter's model: hub id, folder or alias."""
     num_speculative_tokens: int | None = None
@@ -42,8 +44,6 @@ class SpeculativeConfig:
     """suffix: own: trees in Python. arctic: those of arctic-inference, in C++ (extra `suffix`)."""
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
     """greedy: draft the most likely token. probabilistic: sample from the drafter and accept by its probabilities."""
-    parallel_drafting: bool | None = None
-    """eagle3, draft_model: all drafts in one pass, from masks; the same as the methods peagle and pard."""
     parallel_drafting: bool | None = None
     """eagle3, draft_model: all drafts in one pass, from masks; the same as the methods peagle and pard."""
     rejection_sample_method: Literal["standard", "block", "synthetic"] | None = None
@@ -87,10 +87,13 @@ class SpeculativeConfig:
         return build(cls, "speculative_config key", values)
 
     def __post_init__(self) -> None:
-        for name in ("synthetic_acceptance_rates", "layer_ids"):
+        for name in ("synthetic_acceptance_rates", "layer_ids", "drafters"):
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))
+        if isinstance(self.drafters, tuple):
+            parts = (type(self).from_mapping(part) if isinstance(part, Mapping) else part for part in self.drafters)
+            object.__setattr__(self, "drafters", tuple(parts))
         if isinstance(self.output_dir, os.PathLike):
             object.__setattr__(self, "output_dir", os.fspath(self.output_dir))
         check_fields(self, _PREFIX)

@@ -152,9 +152,19 @@ class Drafter(ABC):
         return (spec.num_speculative_tokens or 0) if cls.drafts else 0
 
     @classmethod
+    def needs_host(cls, spec: SpeculativeConfig) -> bool:
+        """It, or one of those that it asks, is `on_host`."""
+        return cls.on_host
+
+    @classmethod
     def overhang(cls, spec: SpeculativeConfig) -> int:
         """Positions past a row's last token that one of its passes may reach; a verify reaches K + 1."""
         return cls.count_drafts(spec) + 1
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """What drafts are counted under; `RowState.drafted_by_M` is an index into them."""
+        return (self.name,)
 
     @property
     def sampled(self) -> bool:

@@ -46,7 +46,9 @@ class EngineCore:
         )
         self.grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
         self._reader = LogprobReader(tokenizer)
-        self.stats = EngineStats(num_drafts=worker.num_drafts)
+        self.stats = EngineStats(
+            num_drafts=worker.num_drafts, drafters=worker.drafter.drafters if worker.drafter else ()
+        )
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, Detokenizer] = {}
         self._in_flight: deque[InFlight] = deque()
@@ -188,8 +190,10 @@ class EngineCore:
                 tokens = [token] if token >= 0 else []
                 self._report(sequence, tokens, report and (report[0][at : at + 1], report[1][at : at + 1]))
                 changed.append(self._append(sequence, tokens))
-        rows = zip(plan.decodes, emitted.tokens, emitted.num_accepted, emitted.num_drafted, strict=True)
-        for index, (sequence, tokens, num_accepted, num_drafted) in enumerate(rows):
+        rows = zip(
+            plan.decodes, emitted.tokens, emitted.num_accepted, emitted.num_drafted, emitted.drafted_by, strict=True
+        )
+        for index, (sequence, tokens, num_accepted, num_drafted, drafted_by) in enumerate(rows):
             if sequence.stage is not Stage.FINISHED:
                 known = len(sequence.output_ids)
                 report = emitted.logprobs
@@ -200,7 +204,9 @@ class EngineCore:
                     observed.append(observed_block(sequence, known, emitted.hidden[index]))
                 if sequence.speculation:
                     delivered = min(num_accepted, len(sequence.output_ids) - known)
-                    self.stats.count_step(sequence, num_drafted=num_drafted, num_accepted=delivered)
+                    self.stats.count_step(
+                        sequence, num_drafted=num_drafted, num_accepted=delivered, drafted_by=drafted_by
+                    )
         if observed and self.worker.drafter:
             self.worker.drafter.observe(observed)
         return changed

@@ -30,6 +30,8 @@ class Emitted:
     """Per decoding row: how many of its tokens are accepted drafts."""
     num_drafted: list[int]
     """Per decoding row: drafts that were verified."""
+    drafted_by: list[int]
+    """Per decoding row: which of several drafters made them; without meaning where there is one."""
     has_drafts: list[bool] | None
     """Per engine row, whether something was drafted for the next step; None where nobody waits for it."""
     logprobs: Report | None = None
@@ -141,5 +143,6 @@ def _emitted(outcomes: list[list[int]], **others: Any) -> Emitted:
         tokens=[outcome[first : first + outcome[0]] for outcome in outcomes],
         num_accepted=[outcome[1] for outcome in outcomes],
         num_drafted=[outcome[2] for outcome in outcomes],
+        drafted_by=[outcome[-1] for outcome in outcomes],
         **others,
     )

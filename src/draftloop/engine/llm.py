@@ -192,10 +192,10 @@ class LLM:
         self.engine.table.reset_counts()
 
     def get_metrics(self) -> dict[str, Any]:
-        """Counters since the start, under vLLM's names without their prefix."""
+        """Counters since the start, under vLLM's names without their prefix; of several drafters each its own too."""
         stats = self.engine.core.stats
         steps = max(stats.num_spec_steps, 1)
-        return {
+        metrics: dict[str, Any] = {
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.generated_tokens,
             "spec_decode_num_drafts": stats.num_spec_steps,
@@ -207,6 +207,17 @@ class LLM:
             ],
             "mean_acceptance_length": 1 + stats.num_accepted_tokens / steps,
         }
+        if stats.by_drafter:
+            metrics["spec_decode_by_drafter"] = {
+                name: {
+                    "num_drafts": part.num_spec_steps,
+                    "num_draft_tokens": part.num_draft_tokens,
+                    "num_accepted_tokens": part.num_accepted_tokens,
+                    "mean_acceptance_length": 1 + part.num_accepted_tokens / max(part.num_spec_steps, 1),
+                }
+                for name, part in zip(stats.drafters, stats.by_drafter, strict=True)
+            }
+        return metrics
 
     def close(self) -> None:
         """Give back memory, and finish what a drafter writes. A second time does nothing."""

@@ -30,6 +30,7 @@ def logprob_phases(
     state: RowState,
     *,
     num_drafts: int,
+    outcome_width: int,
     vocab_size: int,
     dtype: torch.dtype,
     num_top: int,
@@ -65,7 +66,6 @@ def logprob_phases(
         return {"first_logprob_ids": ids_RP, "first_logprobs": values_RP}
 
     rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
-    width = len(OUTCOME_COUNTS) + 1 + num_drafts
     phases = [
         Phase(
             name=logprobs_name(k),
@@ -73,7 +73,7 @@ def logprob_phases(
             slots={
                 "rows": rows,
                 "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=(vocab_size,), pad=Pad.KEEP),
-                "outcome": Slot(unit=Unit.ROW, dtype=torch.int32, shape=(width,), pad=Pad.KEEP),
+                "outcome": Slot(unit=Unit.ROW, dtype=torch.int32, shape=(outcome_width,), pad=Pad.KEEP),
             },
             outputs={
                 "logprob_ids": Output(unit=Unit.TOKEN, dtype=torch.int32, shape=pair),

@@ -22,7 +22,7 @@ from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
 from draftloop.engine.iteration import iteration_phases
 from draftloop.engine.logprobs import logprob_phases
-from draftloop.engine.target import target_phases
+from draftloop.engine.target import outcome_width, target_phases
 from draftloop.engine.worker import Worker
 from draftloop.graphs.phase import Key, ModeSetting
 from draftloop.graphs.program import Recorder
@@ -87,7 +87,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             model_max_len=model_config.max_position_embeddings,
             model_dtype=model_config.dtype,
             num_speculative_tokens=drafter_type.count_drafts(spec) if drafter_type and spec else 0,
-            host_drafter=drafter_type.on_host if drafter_type else False,
+            host_drafter=drafter_type.needs_host(spec) if drafter_type and spec else False,
             waiting_attention=attention_backend(config.attention_backend, "cuda").waits,
         ),
     )
@@ -159,6 +159,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         device=device,
     )
     pages = PageAllocator(pool.num_pages, resolved.block_size)
+    several = drafter is not None and len(drafter.drafters) > 1
     phases = target_phases(
         model,
         target_caches,
@@ -167,6 +168,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         page_size=resolved.block_size,
         support=backend_class.graph_support(device.type),
         aux_layers=drafter.aux_layers if drafter else (),
+        several_drafters=several,
         rule=_rule(config),
         synthetic_rates=rates,
         num_top_logprobs=config.max_logprobs,
@@ -175,6 +177,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     phases += logprob_phases(
         state,
         num_drafts=num_drafts,
+        outcome_width=outcome_width(num_drafts, several),
         vocab_size=model_config.vocab_size,
         dtype=dtype,
         num_top=config.max_logprobs,

@@ -10,11 +10,22 @@ from draftloop.scheduler.batch import Sequence
 
 
 @dataclass(kw_only=True)
+class DrafterStats:
+    """The part of one of several drafters."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(kw_only=True)
 class EngineStats:
     """Counters since the start. A step counts as a draft only if something was drafted for the row."""
 
     num_drafts: int
     """K."""
+    drafters: tuple[str, ...] = ()
+    """By name, in their order."""
     generated_tokens: int = 0
     prompt_tokens: int = 0
     num_spec_steps: int = 0
@@ -24,11 +35,14 @@ class EngineStats:
     num_accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
     """Drafted steps that accepted 0, 1, .. K drafts."""
+    by_drafter: list[DrafterStats] = field(default_factory=list)
+    """In the order of `drafters`, where there are several."""
 
     def __post_init__(self) -> None:
         self.histogram = [0] * (self.num_drafts + 1)
+        self.by_drafter = [DrafterStats() for _ in self.drafters] if len(self.drafters) > 1 else []
 
-    def count_step(self, sequence: Sequence, *, num_drafted: int, num_accepted: int) -> None:
+    def count_step(self, sequence: Sequence, *, num_drafted: int, num_accepted: int, drafted_by: int = 0) -> None:
         """Count one verified row. `num_accepted` drafts were delivered."""
         if num_drafted == 0:
             sequence.num_steps_without_drafts += 1
@@ -40,6 +54,11 @@ class EngineStats:
         self.num_spec_steps += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
+        if self.by_drafter:
+            part = self.by_drafter[drafted_by]
+            part.num_spec_steps += 1
+            part.num_draft_tokens += num_drafted
+            part.num_accepted_tokens += num_accepted
 
 
 def speculation_stats(sequences: Iterable[Sequence]) -> SpeculationStats | None:

@@ -39,6 +39,7 @@ def target_phases(
     page_size: int,
     support: GraphSupport,
     aux_layers: tuple[int, ...] = (),
+    several_drafters: bool = False,
     rule: Rule = accept_sampled_rows,
     synthetic_rates: list[float] | None = None,
     num_top_logprobs: int = 0,
@@ -52,6 +53,8 @@ def target_phases(
     `target.decode`    the same without drafts, for batches in which nobody speculates
     `accept`           logits -> emitted tokens; the rows are that much longer
     `accept.prompt`    the same for the first token after a prompt
+
+    With `several_drafters` the last column of an outcome says which of them drafted.
 
     The accept phases come in kinds (`SamplingKind`), so that a batch pays for what it asks. `rule` accepts
     drafts of sampled rows; with `synthetic_rates` drafts are accepted by coin.
@@ -94,6 +97,8 @@ def target_phases(
 
     def accept(launch: Launch, rows: Tensor, logits: Tensor, *, k: int, kind: SamplingKind) -> Mapping[str, Tensor]:
         num_emitted_R, outcome_RO = accept_rows(logits, rows, k, kind, width=1 + num_drafts)
+        if several_drafters:
+            outcome_RO = torch.cat([outcome_RO, state.drafted_by_M[rows][:, None]], 1)
         return {"num_emitted": num_emitted_R, "outcome": outcome_RO}
 
     def accept_prompt(
@@ -139,7 +144,7 @@ def target_phases(
     slots = {"rows": rows, "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=vocab, pad=Pad.KEEP)}
     outcome = {
         "num_emitted": counts,
-        "outcome": Output(unit=Unit.ROW, dtype=torch.int32, shape=(len(OUTCOME_COUNTS) + 1 + num_drafts,)),
+        "outcome": Output(unit=Unit.ROW, dtype=torch.int32, shape=(outcome_width(num_drafts, several_drafters),)),
     }
     for k in sorted({num_drafts, 0}, reverse=True):
         phases.append(
@@ -182,6 +187,11 @@ def target_phases(
 def prefill_name(*, report: bool = False) -> str:
     """The phase of prompts; `report`: with the logprobs of their tokens."""
     return "target.prefill.logprobs" if report else "target.prefill"
+
+
+def outcome_width(num_drafts: int, several_drafters: bool) -> int:
+    """Columns of an outcome: counts, tokens, and which of several drafters drafted."""
+    return len(OUTCOME_COUNTS) + 1 + num_drafts + several_drafters
 
 
 def verify_name(num_drafts: int) -> str:

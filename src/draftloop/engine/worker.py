@@ -43,6 +43,7 @@ class Worker:
         self.device = state.num_tokens_M.device
         self.num_drafts = drafter.num_drafts if drafter else 0
         self.observes = drafter is not None and drafter.observes
+        self._on_host = drafter is not None and drafter.needs_host(drafter.spec)
         self._rows_written: list[int] = []
         self._constrained_rows: set[int] = set()
 
@@ -228,10 +229,6 @@ class Worker:
     def _num_drafts(self, plan: StepPlan) -> int:
         """Drafts to verify. Where nothing was drafted for the whole batch, it costs what plain decoding costs."""
         return self.num_drafts if any(s.speculation and s.has_drafts for s in plan.decodes) else 0
-
-    @property
-    def _on_host(self) -> bool:
-        return self.drafter is not None and self.drafter.on_host
 
     def _rounds(self, kind: SamplingKind) -> Rounds:
         return self.drafter.rounds(sampled=kind is not SamplingKind.GREEDY) if self.drafter else Rounds()

@@ -52,6 +52,8 @@ class RowState:
     """int32: drafts made so far in this round of a drafter that makes them one by one."""
     draft_limit_M: Tensor
     """int32: drafts that the row's request allows; 0 switches its speculation off."""
+    drafted_by_M: Tensor
+    """int32: which of several drafters made the drafts."""
     draft_probs_MKV: Tensor | None
     """float32: distribution that each draft was drawn from; None where drafters draft greedily."""
     page_table_MN: Tensor
@@ -108,6 +110,7 @@ class RowState:
             drafts_MK=full(rows, num_drafts, value=NO_DRAFT),
             num_drafted_M=full(rows),
             draft_limit_M=full(rows),
+            drafted_by_M=full(rows),
             draft_probs_MKV=full(rows, num_drafts, draft_vocab, dtype=torch.float32) if draft_vocab else None,
             page_table_MN=full(rows, pages, value=NULL_PAGE),
             temperature_M=full(rows, dtype=torch.float32),

@@ -1,0 +1,235 @@
+"""Several drafters for one engine, in order: each row takes the drafts of the first that has any for it.
+
+All of them draft after every step, each into memory of its own, and `cascade.choose` copies what is verified. So a
+drafter with a cache reads every accepted token, whoever drafted it, and everything can still be captured. A row
+that one without a model drafts for costs what it costs without that one: what is gained is acceptance.
+
+Shape suffixes: R rows, M rows of the engine plus one, K drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draftloop.config.speculative import SpeculativeConfig
+from draftloop.drafters.base import Drafter, HostRow, Rounds, Target, drafter_class, sampled_name
+from draftloop.drafters.host import host_drafts_slot
+from draftloop.drafters.write import write_all
+from draftloop.errors import ConfigError
+from draftloop.graphs.phase import Launch, Pad, Phase, Slot, Unit
+from draftloop.kvcache.pool import CacheSpec
+from draftloop.kvcache.rows import NO_DRAFT, RowState
+from draftloop.models.decoder import Decoder, LayerCaches
+
+_BEGIN, _CHOOSE = "cascade.begin", "cascade.choose"
+
+
+def _parts(spec: SpeculativeConfig) -> list[SpeculativeConfig]:
+    """The drafters' configurations, each with the block that they share. Raises ConfigError."""
+    several = spec.drafters or ()
+    if len(several) < 2:
+        raise ConfigError(
+            f"speculative method 'cascade' needs 'drafters', a list of two or more configurations, but has "
+            f"{len(several)}; for one drafter use its own method"
+        )
+    for part in several:
+        if part.num_speculative_tokens not in (None, spec.num_speculative_tokens):
+            raise ConfigError(
+                f"num_speculative_tokens is {spec.num_speculative_tokens}, but {part.num_speculative_tokens} in one of "
+                "'drafters': they draft for the same block; give it once, beside 'drafters'"
+            )
+        if part.rejection_sample_method or part.synthetic_acceptance_rates or part.synthetic_acceptance_length:
+            raise ConfigError("how drafts are accepted is one for all 'drafters': say it beside them")
+    return [replace(part, num_speculative_tokens=spec.num_speculative_tokens) for part in several]
+
+
+class CascadeDrafter(Drafter):
+    """Owns other drafters; the first that has something for a row wins."""
+
+    name = "cascade"
+    options = frozenset({"drafters"})
+    samples = True
+
+    def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
+        super().__init__(spec, target)
+        parts = _parts(spec)
+        classes = [drafter_class(part) for part in parts]
+        for cls in classes:
+            if not cls.drafts or cls.forced_acceptance or cls is CascadeDrafter:
+                raise ConfigError(f"{cls.name!r} cannot be one of several drafters; leave it out")
+        self.parts = [cls(part, target) for cls, part in zip(classes, parts, strict=True)]
+        self._only_one("work on the host", [part for part in self.parts if part.on_host])
+        self._only_one("draw their drafts", [part for part in self.parts if part.sampled], remedy="greedy")
+        reading = [part for part in self.parts if part.aux_layers]
+        self._only_one("read the target's states", reading)
+        self._reading = reading[0] if reading else None
+        self.folder = next((part.folder for part in self.parts if part.folder), None)
+
+    @staticmethod
+    def _only_one(what: str, parts: Sequence[Drafter], *, remedy: str = "") -> None:
+        if len(parts) > 1:
+            also = f", or let all but one of them draft with draft_sample_method {remedy!r}" if remedy else ""
+            names = " and ".join(part.name for part in parts)
+            raise ConfigError(f"of several drafters at most one may {what}, but {names} do; leave one out{also}")
+
+    # ---- what the parts are, together -------------------------------------------------------
+
+    @classmethod
+    def needs_host(cls, spec: SpeculativeConfig) -> bool:
+        return any(drafter_class(part).needs_host(part) for part in _parts(spec))
+
+    @classmethod
+    def overhang(cls, spec: SpeculativeConfig) -> int:
+        return max(drafter_class(part).overhang(part) for part in _parts(spec))
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        names: list[str] = []
+        for part in self.parts:
+            again = names.count(part.name)
+            names.append(f"{part.name}.{again}" if again else part.name)
+        return tuple(names)
+
+    @property
+    def sampled(self) -> bool:
+        return any(part.sampled for part in self.parts)
+
+    @property
+    def remembers(self) -> bool:
+        return any(part.remembers for part in self.parts)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self._reading.aux_layers if self._reading else ()
+
+    @property
+    def aux_layer_offset(self) -> int | None:
+        return self._reading.aux_layer_offset if self._reading else None
+
+    def describe(self) -> str:
+        return f"{self.name}: " + "; else ".join(part.describe() for part in self.parts)
+
+    def borrow(self, target: Decoder) -> None:
+        for part in self.parts:
+            part.borrow(target)
+
+    def load(self, *, progress: bool) -> None:
+        for part in self.parts:
+            part.load(progress=progress)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [spec for part in self.parts for spec in part.cache_specs()]
+
+    def read_target(self, caches: LayerCaches) -> None:
+        for part in self.parts:
+            part.read_target(caches)
+
+    def row_memory(self) -> Mapping[str, Tensor]:
+        found = {}
+        for name, part in zip(self.drafters, self.parts, strict=True):
+            found |= {f"{name}.{key}": memory for key, memory in part.row_memory().items()}
+        return found
+
+    def draft_on_host(self, rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
+        (part,) = (part for part in self.parts if part.on_host)
+        return part.draft_on_host(rows)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+    # ---- phases -----------------------------------------------------------------------------
+
+    def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
+        phases: list[Phase] = []
+        self._names: list[dict[str, str]] = []
+        states: list[RowState | None] = []
+        caches = list(caches)
+        for name, part in zip(self.drafters, self.parts, strict=True):
+            own, caches = caches[: len(part.cache_specs())], caches[len(part.cache_specs()) :]
+            if part.on_host:  # what it drafts is in `host_drafts`
+                states.append(None)
+                self._names.append({})
+                continue
+            states.append(
+                replace(
+                    state,
+                    drafts_MK=torch.full_like(state.drafts_MK, NO_DRAFT),
+                    num_drafted_M=torch.zeros_like(state.num_drafted_M),
+                )
+            )
+            made = part.phases(states[-1], own)  # pyrefly: ignore[bad-argument-type]
+            taken = {phase.name for phase in phases}
+            self._names.append({p.name: f"{name}.{p.name}" if p.name in taken else p.name for p in made})
+            phases += [replace(phase, name=self._names[-1][phase.name]) for phase in made]
+        return [*phases, *self._own_phases(state, states)]
+
+    def _own_phases(self, state: RowState, states: Sequence[RowState | None]) -> list[Phase]:
+        on_device = [part_state for part_state in states if part_state is not None]
+        sampling = next((index for index, part in enumerate(self.parts) if part.sampled), -1)
+
+        def begin(launch: Launch, rows: Tensor) -> Mapping[str, Tensor]:
+            for part_state in on_device:
+                part_state.drafts_MK.index_fill_(0, rows.long(), NO_DRAFT)
+                part_state.num_drafted_M.index_fill_(0, rows.long(), 0)
+            return {}
+
+        def choose(
+            launch: Launch, rows: Tensor, host_drafts: Tensor | None = None, *, sampled: bool
+        ) -> Mapping[str, Tensor]:
+            rows_R = rows.long()
+            drafts_RK = torch.full_like(state.drafts_MK[rows_R], NO_DRAFT)
+            drafted_by_R = torch.zeros_like(rows)
+            for index, part_state in reversed(list(enumerate(states))):
+                found_RK = host_drafts if part_state is None else part_state.drafts_MK[rows_R]
+                assert found_RK is not None
+                has_R = found_RK[:, 0] != NO_DRAFT
+                drafts_RK = torch.where(has_R[:, None], found_RK, drafts_RK)
+                drafted_by_R = torch.where(has_R, index, drafted_by_R)
+            write_all(state, rows, drafts_RK)
+            state.drafted_by_M.index_copy_(0, rows_R, drafted_by_R)
+            if sampled:
+                # what was not drawn was certain, and acceptance must know
+                assert state.draft_probs_MKV is not None
+                drawn_RKV = state.draft_probs_MKV[rows_R]
+                certain_RKV = torch.zeros_like(drawn_RKV).scatter_(2, drafts_RK.clamp(min=0).long()[..., None], 1)
+                drawn_RKV = torch.where(drafted_by_R.eq(sampling)[:, None, None], drawn_RKV, certain_RKV)
+                state.draft_probs_MKV.index_copy_(0, rows_R, drawn_RKV)
+            return {}
+
+        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+        slots = {"rows": rows}
+        if len(on_device) < len(states):
+            slots["host_drafts"] = host_drafts_slot(self.num_drafts)
+        return [
+            Phase(name=_BEGIN, fn=begin, slots={"rows": rows}),
+            *(
+                Phase(
+                    name=sampled_name(_CHOOSE, sampled),
+                    fn=lambda launch, s=sampled, **given: choose(launch, sampled=s, **given),
+                    slots=slots,
+                )
+                for sampled in ((False, True) if self.sampled else (False,))
+            ),
+        ]
+
+    def rounds(self, *, sampled: bool) -> Rounds:
+        each = [part.rounds(sampled=sampled) for part in self.parts]
+        choose = (sampled_name(_CHOOSE, sampled and self.sampled),)
+        waits = any(part.on_host for part in self.parts)
+
+        def joined(several: Sequence[Sequence[str]]) -> tuple[str, ...]:
+            return tuple(names[name] for names, some in zip(self._names, several, strict=True) for name in some)
+
+        last = () if waits else choose  # on the host, the choice is made when that has drafted
+        return Rounds(
+            prompt=joined([rounds.prompt for rounds in each]),
+            first=(_BEGIN, *joined([rounds.first for rounds in each]), *last),
+            next=(*joined([rounds.next for rounds in each]), *last),
+            host=choose if waits else (),
+            plain=(*joined([r.next if r.plain is None else r.plain for r in each]), *last),
+        )

@@ -1,0 +1,225 @@
+"""Several drafters at once: each row has the drafts of the first with any, all are kept fed, each is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from eagle_reference import Reference, hf_model, hf_states
+
+from draftloop.errors import ConfigError
+from draftloop.request import SamplingParams
+from heads import head_config, head_weights, tiny_head
+from helpers import (
+    VOCAB,
+    answers,
+    engine,
+    greedy,
+    lookup_reference,
+    make_engine,
+    near_draft,
+    oracle,
+    prompts,
+    repeat_suffix,
+    run_through,
+    tiny_model,
+)
+
+K = 3
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+EAGLE = {"method": "eagle3", "model": tiny_head("eagle3")}
+SCRIPTED = {"method": "scripted", "script": repeat_suffix}
+
+
+def cascade(*drafters: dict[str, Any], k: int = K, **spec: Any) -> dict[str, Any]:
+    return {"method": "cascade", "drafters": list(drafters), "num_speculative_tokens": k, **spec}
+
+
+def eagle_drafts(tokens: list[int]) -> list[int]:
+    config, model = head_config("eagle3"), hf_model(tiny_model())
+    other = Reference(config, head_weights(config), model.model.embed_tokens.weight, model.lm_head.weight)
+    streams, _ = hf_states(tiny_model(), tokens)
+    return other.chain(tokens, torch.cat([streams[i] for i in config.layer_ids or ()], -1), K)[0]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["apart", "one_graph"])
+def test_each_row_has_the_drafts_of_the_first_that_has_any(whole):
+    """Blocks of either drafter are accepted to any length (by coin), and the head still drafts from a cache that
+    has every token."""
+    spec = cascade(NGRAM, EAGLE, rejection_sample_method="synthetic", synthetic_acceptance_length=2.5)
+    llm = engine(
+        speculative_config=spec,
+        cudagraph_capture_sizes=(2, 8),
+        max_num_batched_tokens=24,
+        async_scheduling=False,
+        iteration_graph=whole,
+        poison=True,
+    )
+    core, state = llm.engine.core, llm.engine.core.worker.state
+    for i, prompt in enumerate(prompts(3)):
+        core.add(str(i), prompt, greedy(24))
+    seen = set()
+
+    def check() -> None:
+        for sequence in core.scheduler.running:
+            if sequence.output_ids:
+                tokens = sequence.prompt_ids + sequence.output_ids
+                found = lookup_reference(tokens, K, 1, 3)
+                by = int(found[0] < 0)
+                assert state.drafts_MK[sequence.row].tolist() == (eagle_drafts(tokens) if by else found)
+                assert state.drafted_by_M[sequence.row] == by
+                seen.add(by)
+
+    run_through(llm, check)
+    assert seen == {0, 1}
+    if whole:
+        replays = llm.get_graph_report().replays
+        assert replays["iteration"] > 0
+        assert replays.get("target.verify", 0) == 0, "all of it is one graph"
+
+
+def test_what_the_host_drafts_comes_first_and_the_head_reads_on():
+    spec = cascade(SCRIPTED, EAGLE, rejection_sample_method="synthetic", synthetic_acceptance_length=2.5)
+    llm = engine(speculative_config=spec, cudagraph_capture_sizes=(2, 8), max_num_batched_tokens=24, poison=True)
+    core, state = llm.engine.core, llm.engine.core.worker.state
+    asked, seen = prompts(3), set()
+    for i, prompt in enumerate(asked):
+        core.add(str(i), prompt, greedy(24))
+    known: dict[int, list[int]] = {}
+
+    def check() -> None:
+        # what was verified in this step was chosen for the tokens known before it
+        for sequence in core.scheduler.running:
+            if tokens := known.get(sequence.number):
+                said = repeat_suffix("", tokens, K)
+                expected = said + [-1] * (K - len(said)) if said else eagle_drafts(tokens)
+                assert state.drafts_MK[sequence.row].tolist() == expected
+                seen.add(bool(said))
+            if sequence.output_ids:
+                known[sequence.number] = sequence.prompt_ids + sequence.output_ids
+
+    run_through(llm, check)
+    assert seen == {True, False}
+
+
+def test_what_was_not_drawn_counts_as_certain():
+    llm = engine(speculative_config=cascade(NGRAM, EAGLE), cudagraph_capture_sizes=(2, 8), poison=True)
+    core, state = llm.engine.core, llm.engine.core.worker.state
+    for i, prompt in enumerate(prompts(3)):
+        core.add(str(i), prompt, SamplingParams(temperature=2.0, max_tokens=12, seed=i))
+    seen = set()
+
+    def check() -> None:
+        for sequence in core.scheduler.running:
+            if sequence.output_ids:
+                probs, drafts = state.draft_probs_MKV[sequence.row], state.drafts_MK[sequence.row]
+                certain = torch.nn.functional.one_hot(drafts.clamp(min=0).long(), VOCAB).float()
+                by = int(state.drafted_by_M[sequence.row])
+                assert torch.equal(probs, certain) == (by == 0)
+                torch.testing.assert_close(probs.sum(-1), torch.ones(K))
+                seen.add(by)
+
+    run_through(llm, check)
+    assert seen == {0, 1}
+
+
+def knows(asked: list[list[int]], right: int, for_request: str):
+    """A script for one request: `right` tokens of the true text, then wrong ones."""
+
+    def script(request_id: str, token_ids: list[int], k: int) -> list[int]:
+        if request_id != for_request:
+            return []
+        prompt = asked[int(request_id)]
+        done = len(token_ids) - len(prompt)
+        text = oracle(prompt, done + k)[done:]
+        return [token if i < right else (token + 1) % VOCAB for i, token in enumerate(text)]
+
+    return script
+
+
+def test_each_drafter_is_counted_by_itself():
+    """Request 0 gets 2 right drafts of 3 from a script, request 1 all of them from the model itself."""
+    asked = prompts(2)
+    spec = cascade({"method": "scripted", "script": knows(asked, 2, "0")}, {"model": tiny_model()})
+    llm = make_engine(speculative_config=spec, max_num_seqs=4, cudagraph_capture_sizes=(4,))
+    outputs = llm.generate(asked, [greedy(1 + 8 * 3), greedy(1 + 6 * 4)])
+    assert answers(outputs) == [oracle(p, 25) for p in asked]
+    metrics = llm.get_metrics()
+    assert metrics["spec_decode_by_drafter"] == {
+        "scripted": {
+            "num_drafts": 8,
+            "num_draft_tokens": 24,
+            "num_accepted_tokens": 16,
+            "mean_acceptance_length": 3.0,
+        },
+        "draft_model": {
+            "num_drafts": 6,
+            "num_draft_tokens": 18,
+            "num_accepted_tokens": 18,
+            "mean_acceptance_length": 4.0,
+        },
+    }
+    assert metrics["spec_decode_num_drafts"] == 14
+    assert metrics["spec_decode_num_accepted_tokens"] == 34
+
+
+def test_numbers_of_drafters_add_up_in_a_device_loop():
+    llm = engine(speculative_config=cascade(NGRAM, EAGLE), cudagraph_capture_sizes=(2, 8), device_loop=8)
+    llm.generate(prompts(7), [greedy(10 + 3 * i) for i in range(7)])
+    metrics = llm.get_metrics()
+    parts = metrics["spec_decode_by_drafter"]
+    assert list(parts) == ["ngram", "eagle3"]
+    for key in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert sum(part[key] for part in parts.values()) == metrics[f"spec_decode_{key}"]
+        assert all(part["num_drafts"] for part in parts.values())
+    assert sum(row.iterations for row in llm.get_graph_report().loops) > 0
+
+
+def test_two_drafters_of_one_name_keep_apart():
+    spec = cascade(
+        {"model": near_draft(), "draft_sample_method": "greedy"},
+        {"model": tiny_model(), "draft_sample_method": "greedy"},
+        k=2,
+    )
+    llm = make_engine(speculative_config=spec, max_num_seqs=4, cudagraph_capture_sizes=(4,))
+    assert llm.engine.drafter.drafters == ("draft_model", "draft_model.1")
+    assert answers(llm.generate(prompts(3), greedy(20))) == [oracle(p, 20) for p in prompts(3)]
+    assert llm.get_metrics()["spec_decode_by_drafter"]["draft_model.1"]["num_drafts"] == 0, "the first always has some"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (cascade(NGRAM), "needs 'drafters', a list of two or more configurations, but has 1"),
+        ({"method": "cascade", "num_speculative_tokens": 2}, "but has 0; for one drafter use its own method"),
+        (cascade(NGRAM, EAGLE | {"num_speculative_tokens": 5}), "is 3, but 5 in one of 'drafters'.* give it once"),
+        (cascade(SCRIPTED, {"method": "suffix"}), "at most one may work on the host, but scripted and suffix do"),
+        (
+            cascade(EAGLE, {"model": tiny_model()}),
+            "at most one may draw their drafts, but eagle3 and draft_model do; .* draft_sample_method 'greedy'",
+        ),
+        (
+            cascade(EAGLE, EAGLE | {"draft_sample_method": "greedy"}),
+            "at most one may read the target's states, but eagle3 and eagle3 do",
+        ),
+        (cascade(NGRAM, {"method": "synthetic", "synthetic_acceptance_length": 2}), "say it beside them"),
+        (cascade(NGRAM, cascade(NGRAM, EAGLE)), "'cascade' cannot be one of several drafters"),
+        (
+            cascade(NGRAM, {"method": "extract_hidden_states", "layer_ids": [0], "output_dir": "x"}),
+            "'extract_hidden_states'",
+        ),
+        (cascade(NGRAM, {"method": "ngrm"}), "did you mean 'ngram'"),
+        (cascade(NGRAM, {"method": "ngram", "model": "x"}), "'ngram' does not use 'model'"),
+        (cascade(NGRAM, 3), "drafters is .*; it must be a list, each of it a mapping"),
+        ({**NGRAM, "num_speculative_tokens": 2, "drafters": [NGRAM]}, "'ngram' does not use 'drafters'"),
+    ],
+)
+def test_what_cannot_work_is_refused(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        make_engine(speculative_config=spec)
+
+
+def test_the_log_names_each():
+    described = make_engine(speculative_config=cascade(NGRAM, EAGLE), enforce_eager=True).engine.drafter.describe()
+    assert described.startswith("cascade: ngram, K=3, greedy drafts; else eagle3, K=3, sampled drafts")
