@@ -300,6 +300,7 @@ def repeat_suffix(request_id: str, token_ids: list[int], k: int) -> list[int]:
 def example_configs() -> Mapping[str, list[dict[str, Any]]]:
     """For every drafter, the configurations that its tests run. A new drafter adds a line here."""
     from blocks import tiny_block  # which need this module
+    from gemma4 import gemma4_assistant
     from heads import tiny_head
     from medusa_heads import tiny_medusa
     from parallel import tiny_pard, tiny_peagle
@@ -342,6 +343,9 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
                 "num_speculative_tokens": 1,
             }
         ],
+        "gemma4_mtp": [
+            {"method": "gemma4_mtp", "model": gemma4_assistant("ordered", ordered=True), "num_speculative_tokens": 3}
+        ],
         "mtp": [{"method": "mtp", "num_speculative_tokens": 3}],
         "medusa": [{"method": "medusa", "model": tiny_medusa("medusa"), "num_speculative_tokens": 3}],
         "pard": [{"method": "pard", "model": tiny_pard(), "num_speculative_tokens": 3}],
@@ -364,11 +368,11 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
 
 def example_target(spec: Mapping[str, Any] | None) -> str | None:
     """The target of a drafter's examples, where it is not the tiny model."""
+    from gemma4 import gemma4_target
     from heads import mtp_target
 
-    targets = {"mtp": mtp_target}
     method = spec.get("method") if isinstance(spec, Mapping) else None
-    return targets[method]("deepseek") if method in targets else None
+    return gemma4_target() if method == "gemma4_mtp" else mtp_target("deepseek") if method == "mtp" else None
 
 
 @functools.cache

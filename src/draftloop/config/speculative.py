@@ -20,10 +20,15 @@ class SpeculativeConfig:
     """What drafts, and how drafts are accepted. None means "not given": the drafter's default holds."""
 
     method: str | None = None
+<<<<<<< /tmp/h/mine.tmp.src_draftloop_config_speculative.py
+    """The drafter: ngram, suffix, draft_model, eagle3, eagle, mtp, gemma4_mtp, dflash, dspark, synthetic, or any
+    other that is registered."""
+=======
     """The drafter: ngram, suffix, draft_model, eagle3, eagle, mtp, dflash, dspark, synthetic, or any other that is
     registered."""
     drafters: tuple[SpeculativeConfig, ...] | None = None
     """cascade: configurations of several drafters; each row takes the drafts of the first that has any for it."""
+>>>>>>> src/draftloop/config/speculative.py
     model: str | None = None
     """The drafter's model: hub id, folder or alias."""
     num_speculative_tokens: int | None = None
@@ -64,6 +69,9 @@ class SpeculativeConfig:
     aux_layer_offset: int | None = None
     """eagle3, dflash, dspark: added to the layer ids in the drafter's config, instead of what its layout implies;
     try 0 and 1."""
+    gemma4_position: Literal["hf", "vllm"] | None = None
+    """gemma4_mtp: where queries stand. hf: at the bonus token, as in Hugging Face transformers, and if left out; vllm:
+    one before it, at the last position that the target has written."""
     layer_ids: tuple[int, ...] | None = None
     """extract_hidden_states: layers whose input is written; the number of layers stands for what leaves the last
     one, -1 for the states after the final norm."""

@@ -15,6 +15,7 @@ KINDS = {
     "dflash": "a DFlash drafter",
     "dspark": "a DSpark drafter",
     "mtp": "a multi-token-prediction module",
+    "gemma4_mtp": "a Gemma 4 assistant",
     "medusa": "a set of Medusa heads",
     "draft_model": "a whole language model",
 }
@@ -54,6 +55,8 @@ def kind_of(config: Mapping[str, Any], plain_names: Iterable[str]) -> str | None
         return "dspark"
     if any(map(_MEDUSA.match, names)):
         return "medusa"
+    if "gemma4" in said and "assistant" in said:
+        return "gemma4_mtp"
     for kind in ("dflash", "dspark", "medusa", "mtp"):
         if kind in said:
             return kind

@@ -22,6 +22,7 @@ ARCHITECTURES = (
 GEMMA4_ARCHITECTURES = (
     "Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForCausalLM",
     "Gemma4UnifiedForConditionalGeneration",
 )
 """What `Gemma4Decoder` can run; of models for more than text, the text model."""
