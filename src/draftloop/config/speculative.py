@@ -20,15 +20,10 @@ class SpeculativeConfig:
     """What drafts, and how drafts are accepted. None means "not given": the drafter's default holds."""
 
     method: str | None = None
-<<<<<<< /tmp/h/mine.tmp.src_draftloop_config_speculative.py
     """The drafter: ngram, suffix, draft_model, eagle3, eagle, mtp, gemma4_mtp, dflash, dspark, synthetic, or any
     other that is registered."""
-=======
-    """The drafter: ngram, suffix, draft_model, eagle3, eagle, mtp, dflash, dspark, synthetic, or any other that is
-    registered."""
     drafters: tuple[SpeculativeConfig, ...] | None = None
     """cascade: configurations of several drafters; each row takes the drafts of the first that has any for it."""
->>>>>>> src/draftloop/config/speculative.py
     model: str | None = None
     """The drafter's model: hub id, folder or alias."""
     num_speculative_tokens: int | None = None
