@@ -83,6 +83,8 @@ def describe(hint: Any) -> str:
         return f"a list, each of it {describe(args[0])}"
     if origin is collections.abc.Callable:
         return "a function"
+    if origin is collections.abc.Mapping:
+        return "a mapping"
     if is_dataclass(hint):
         return "a mapping"
     return _PLAIN[hint]
@@ -100,6 +102,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
     if origin is collections.abc.Callable:
         return callable(value)
+    if origin is collections.abc.Mapping:
+        return isinstance(value, collections.abc.Mapping)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:

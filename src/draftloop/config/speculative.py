@@ -74,6 +74,8 @@ class SpeculativeConfig:
     """extract_hidden_states: folder that the shards are written to."""
     shard_tokens: int | None = None
     """extract_hidden_states: tokens per shard; left out, 8192."""
+    drafter_options: Mapping[str, Any] | None = None
+    """For drafters of other packages: whatever they read."""
     script: Callable[[str, list[int], int], list[int]] | None = None
     """Drafts given by a function of (request id, token ids, K); Python only, for tests."""
 
@@ -93,10 +95,8 @@ class SpeculativeConfig:
         for name in ("synthetic_acceptance_rates", "layer_ids", "drafters"):
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, str):
-                object.__setattr__(self, name, tuple(value))
-        if isinstance(self.drafters, tuple):
-            parts = (type(self).from_mapping(part) if isinstance(part, Mapping) else part for part in self.drafters)
-            object.__setattr__(self, "drafters", tuple(parts))
+                parts = (type(self).from_mapping(part) if isinstance(part, Mapping) else part for part in value)
+                object.__setattr__(self, name, tuple(parts))
         if isinstance(self.output_dir, os.PathLike):
             object.__setattr__(self, "output_dir", os.fspath(self.output_dir))
         check_fields(self, _PREFIX)

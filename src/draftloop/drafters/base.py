@@ -6,11 +6,13 @@ so nobody outside of this package needs to know which drafter it has.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,6 +27,9 @@ from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import Decoder, LayerCaches
 from draftloop.models.resolve import LoadFormat
+
+ENTRY_POINTS = "draftloop.drafters"
+"""Group of the entry points by which other packages bring drafters along."""
 
 DRAFTERS: dict[str, type[Drafter]] = {}
 """Every registered drafter by its `method` name."""
@@ -237,11 +242,23 @@ def sampled_name(phase: str, sampled: bool) -> str:
     return f"{phase}.sampled" if sampled else phase
 
 
+@functools.cache
 def load_drafters() -> None:
-    """Import every module of this package, so that all drafters are registered."""
+    """Import every module of this package, and what others bring along, so that all drafters are registered.
+
+    Raises ConfigError for an entry point of the group `draftloop.drafters` that cannot be loaded.
+    """
     package = import_module("draftloop.drafters")
     for module in pkgutil.iter_modules(package.__path__):
         import_module(f"{package.__name__}.{module.name}")
+    for entry in entry_points(group=ENTRY_POINTS):
+        who = f"entry point {entry.name!r} of package {entry.dist.name if entry.dist else '?'!r} ({entry.value})"
+        try:
+            found = entry.load()
+        except Exception as error:  # it may be anything
+            raise ConfigError(f"{who} cannot be loaded: {error}; repair or uninstall that package") from error
+        if DRAFTERS.get(entry.name) is not found:
+            raise ConfigError(f"{who} brings no drafter of that name; the entry point must be named as its class is")
 
 
 def drafter_class(spec: SpeculativeConfig) -> type[Drafter]:
