@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from draftloop.kvcache.rows import RowState
 from draftloop.request import SamplingParams
-from draftloop.sampling.sampler import SamplingRows, greedy_tokens, probabilities, request_seed
+from draftloop.sampling.sampler import SamplingKind, SamplingRows, greedy_tokens, probabilities, request_seed
+from parameters import wanted_probs
 
 INF = float("inf")
 
@@ -21,26 +22,6 @@ def rows_of(*params: SamplingParams) -> SamplingRows:
         torch.tensor([p.min_p for p in params]),
         torch.tensor([p.seed or 0 for p in params]),
     )
-
-
-def reference(logits: list[float], params: SamplingParams) -> np.ndarray:
-    """One row, in double precision, rule by rule."""
-    x = np.asarray(logits, dtype=np.float64)
-    if params.temperature == 0:
-        return np.eye(len(x))[int(np.argmax(x))]
-    weights = np.exp((x - x.max()) / params.temperature)
-    weights[weights < params.min_p] = 0
-    if params.top_k > 0:
-        weights[weights < np.sort(weights)[::-1][min(params.top_k, len(x)) - 1]] = 0
-    probs = weights / weights.sum()
-    total, cut = 0.0, 0.0
-    for p in np.sort(probs)[::-1]:
-        cut = p
-        total += p
-        if params.top_p < 1 and total >= params.top_p:
-            break
-    probs[probs < cut] = 0
-    return probs / probs.sum()
 
 
 # dyadic steps keep the reference and float32 on the same side of every cut, ties included
@@ -60,7 +41,7 @@ def test_every_row_gets_its_own_parameters_as_in_a_plain_loop(data, vocab, param
     some = st.lists(logit, min_size=vocab, max_size=vocab).filter(lambda x: max(x) > -INF)
     logits = [data.draw(some) for _ in params]
     probs = probabilities(torch.tensor(logits), rows_of(*params))
-    expected = np.stack([reference(x, p) for x, p in zip(logits, params, strict=True)])
+    expected = np.stack([wanted_probs(np.asarray(x), p) for x, p in zip(logits, params, strict=True)])
     np.testing.assert_allclose(probs.numpy(), expected, atol=1e-5)
 
 
@@ -168,3 +149,27 @@ def test_a_request_keeps_its_own_seed_and_others_get_one_each():
     assert len(derived) == 600
     assert all(0 <= seed < 2**63 for seed in derived)
     assert request_seed(SamplingParams(), 1, 0) == request_seed(SamplingParams(), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kind"),
+    [
+        ([{"temperature": 0}], "greedy"),
+        ([{"temperature": 0, "top_k": 3}], "greedy"),
+        ([{"temperature": 0}, {"min_p": 0.1}], "sampled"),
+        ([{"top_p": 0.5}, {}], "truncated"),
+        ([{}, {"top_p": 0.5}], "truncated"),
+        ([{"top_k": 5}, {"temperature": 0, "min_tokens": 1}], "constrained"),
+        ([], "greedy"),
+    ],
+)
+def test_a_batch_pays_for_the_most_that_some_row_asks_for(batch, kind):
+    assert SamplingKind.of(SamplingParams(**params) for params in batch) == kind
+
+
+@pytest.mark.parametrize("bad", [float("nan"), INF])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_say_nothing_make_no_distribution(bad, temperature):
+    logits = torch.tensor([[0.0, 1.0, bad], [-INF, -INF, -INF], [0.0, 1.0, -INF]])
+    probs = probabilities(logits, rows_of(*[SamplingParams(temperature=temperature)] * 3))
+    assert probs.isnan().all(-1).tolist() == [True, True, False]

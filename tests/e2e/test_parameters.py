@@ -1,0 +1,216 @@
+"""Every sampling parameter on every verified position: random requests, batches and drafters against transformers.
+
+A request's tokens are judged one by one: transformers' logits behind the tokens before, the parameters applied by
+`parameters.py`, must make this token the likeliest (temperature 0), or possible.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftloop.request import CompletionOutput, SamplingParams
+from helpers import VOCAB, assert_all_free, engine, greedy, prompts, tiny_model
+from parameters import log_softmax, wanted_logits, wanted_probs
+
+K, EOS = 3, 21
+PROMPTS = [[*prompt, 100 + index] for index, prompt in enumerate(prompts(10, longest=9, seed=3))]
+
+SCRIPT: dict[tuple[int, ...], list[int]] = {}
+"""By prompt: what the scripted drafter holds for the answer, token by token; -1 where it has nothing to say."""
+
+
+def target() -> str:
+    return tiny_model("judged", words="w", eos=EOS)
+
+
+def script(request_id: str, token_ids: list[int], k: int) -> list[int]:
+    for length in range(len(token_ids), 0, -1):
+        if (held := SCRIPT.get(tuple(token_ids[:length]))) is not None:
+            drafts = held[len(token_ids) - length :][:k]
+            return drafts[: drafts.index(-1)] if -1 in drafts else drafts
+    return []
+
+
+def judged_engine(spec=None, **options):
+    spec = spec or {"method": "scripted", "script": script, "num_speculative_tokens": K}
+    return engine(
+        target(),
+        speculative_config=spec,
+        cudagraph_mode="FULL_DECODE_ONLY",
+        cudagraph_capture_sizes=(2, 8),
+        logits_processors=("parameters:Only",),
+        **options,
+    )
+
+
+@functools.cache
+def reference():
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32)
+
+
+@torch.inference_mode()
+def reference_logits(prompt: list[int], output: list[int]) -> np.ndarray:
+    """[len(prompt) + len(output), V]"""
+    return reference()(torch.tensor([prompt + output])).logits[0].double().numpy()
+
+
+@functools.cache
+def plain_text(index: int) -> list[int]:
+    """What a prompt's answer would be without parameters."""
+    return (
+        engine(target(), cudagraph_mode="NONE")
+        .generate(PROMPTS[index], greedy(16, ignore_eos=True))[0]
+        .outputs[0]
+        .token_ids
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _texts() -> None:
+    """Strategies read them, and must not run an engine."""
+    for index in range(len(PROMPTS)):
+        plain_text(index)
+
+
+def wanted(logits: np.ndarray, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray:
+    words = [[int(w[1:]) for w in text.split()] for text in params.bad_words]
+    ends = [*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))]
+    x = wanted_logits(logits, prompt, output, params, ends=ends, bad_words=words)
+    only = params.extra_args or {}
+    if len(output) >= only.get("only_after", math.inf):
+        x[np.arange(len(x)) != only["only_token"]] = -np.inf
+    return x
+
+
+def judge(prompt: list[int], answer: CompletionOutput, params: SamplingParams) -> None:
+    ids = answer.token_ids
+    logits = reference_logits(prompt, ids)[len(prompt) - 1 :]
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    text, ended = "", None
+    for place, token in enumerate(ids):
+        assert ended is None, f"token {place} comes after the end"
+        x = wanted(logits[place], prompt, ids[:place], params)
+        if params.greedy:
+            assert x[token] >= x.max() - 1e-3, (place, token, int(x.argmax()))
+        else:
+            assert wanted_probs(x, params)[token] > 0, (place, token)
+        if token in ends:
+            ended = ("stop", token if token in params.stop_token_ids else None)
+            continue
+        before = len(text)
+        text += f" w{token}" if text else f"w{token}"
+        for stop in params.stop if place + 1 > params.min_tokens else ():
+            at = text.find(stop, max(before - len(stop) + 1, 0))
+            if at >= 0:
+                ended = ("stop", stop)
+                text = text[: at + len(stop) * params.include_stop_str_in_output]
+    x = wanted(logits[len(ids)], prompt, ids, params)
+    if ended is None and len(ids) == params.max_tokens:
+        ended = ("length", None)
+    elif ended is None and x.max() == -np.inf:
+        ended = ("error", None)
+    assert (answer.finish_reason, answer.stop_reason) == ended
+    assert answer.text == text
+    if params.logprobs is None:
+        assert answer.logprobs is answer.cumulative_logprob is None
+        return
+    judge_logprobs(answer.logprobs, ids, logits, params.logprobs)
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(x[t].logprob for t, x in zip(ids, answer.logprobs, strict=True))
+    )
+
+
+def judge_logprobs(reports, ids: list[int], logits: np.ndarray, num_top: int) -> None:
+    assert len(reports) == len(ids)
+    for place, (token, report) in enumerate(zip(ids, reports, strict=True)):
+        exact = log_softmax(logits[place])
+        assert next(iter(report)) == token
+        assert len(report) in (num_top, num_top + 1) if num_top else len(report) == 1
+        for one, entry in report.items():
+            assert entry.logprob == pytest.approx(exact[one], abs=2e-3)
+            assert entry.decoded_token == f"w{one}"
+            better = (exact > exact[one] + 2e-3).sum()
+            assert better < entry.rank <= (exact >= exact[one] - 2e-3).sum()
+        ranked = sorted(report.values(), key=lambda entry: entry.rank)[:num_top]
+        assert [entry.rank for entry in ranked] == list(range(1, num_top + 1))
+
+
+@st.composite
+def asked(draw, index: int) -> SamplingParams:
+    """Parameters that matter to this prompt: they name tokens of its plain answer."""
+    text = plain_text(index)
+    token = st.sampled_from(text)
+    run = st.integers(0, 14).flatmap(
+        lambda i: st.integers(1, 2).map(lambda n: " ".join(f"w{t}" for t in text[i : i + n]))
+    )
+    max_tokens = draw(st.integers(1, 14))
+    some = functools.partial(st.one_of, st.none())
+    return SamplingParams(
+        temperature=draw(st.sampled_from([0, 0, 0, 0.9])),
+        min_p=draw(st.sampled_from([0, 0.01])),
+        presence_penalty=draw(st.sampled_from([0, 0, 1.5, -2])),
+        frequency_penalty=draw(st.sampled_from([0, 0, 2, -2])),
+        repetition_penalty=draw(st.sampled_from([1, 1, 1.3, 0.6])),
+        logit_bias=draw(some(st.dictionaries(token, st.sampled_from([-100, -4, 3, 100]), max_size=3))),
+        allowed_token_ids=draw(some(st.lists(token, min_size=1, max_size=8))),
+        bad_words=draw(st.lists(run, max_size=3)),
+        min_tokens=draw(st.integers(0, max_tokens)),
+        max_tokens=max_tokens,
+        stop_token_ids=draw(st.lists(token, max_size=2)),
+        stop=draw(st.lists(token.map(lambda t: f"w{t}"), max_size=1)),
+        include_stop_str_in_output=draw(st.booleans()),
+        ignore_eos=draw(st.booleans()),
+        logprobs=draw(st.sampled_from([None, None, 0, 3])),
+        extra_args=draw(some(st.fixed_dictionaries({"only_token": token, "only_after": st.integers(0, 9)}))),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@st.composite
+def batches(draw):
+    """Prompts, parameters, and for each what the drafter does: right, wrong or illegal at some places, or silent."""
+    indices = draw(st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=5, unique=True))
+    faults = st.dictionaries(st.integers(0, 12), st.sampled_from([-1, -7, VOCAB, VOCAB + 90, 3, 50]), max_size=4)
+    return [(index, draw(asked(index)), draw(faults)) for index in indices]
+
+
+def run(llm, batch, **options) -> list[CompletionOutput]:
+    outputs = llm.generate([PROMPTS[index] for index, _, _ in batch], [params for _, params, _ in batch], **options)
+    for output in outputs:
+        assert (output.error is not None) == (output.outputs[0].finish_reason == "error")
+    return [output.outputs[0] for output in outputs]
+
+
+def same(one: CompletionOutput, other: CompletionOutput) -> None:
+    for name in ("token_ids", "text", "finish_reason", "stop_reason"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert (one.logprobs is None) == (other.logprobs is None)
+    for mine, theirs in zip(one.logprobs or [], other.logprobs or [], strict=True):
+        assert next(iter(mine)) == next(iter(theirs))
+        assert next(iter(mine.values())).logprob == pytest.approx(next(iter(theirs.values())).logprob, abs=2e-3)
+
+
+@settings(max_examples=120, deadline=None)
+@given(batch=batches())
+def test_whatever_is_drafted_every_token_is_what_the_request_asked_for(batch):
+    llm = judged_engine()
+    SCRIPT.clear()
+    plain = run(llm, batch, speculation=False)
+    for (index, params, faults), answer in zip(batch, plain, strict=True):
+        judge(PROMPTS[index], answer, params)
+        drafts = [*answer.token_ids, 1, 2, 3, 4]
+        SCRIPT[tuple(PROMPTS[index])] = [faults.get(place, token) for place, token in enumerate(drafts)]
+    for (index, params, _), answer, before in zip(batch, run(llm, batch), plain, strict=True):
+        judge(PROMPTS[index], answer, params)
+        if params.greedy:
+            same(answer, before)
+    assert_all_free(llm)
