@@ -31,6 +31,7 @@ from draftloop.cli.options import (
     speculation_options,
     target_options,
 )
+from draftloop.cli.serve import add_serve
 from draftloop.cli.train import add_train
 from draftloop.config import EngineConfig, Environment
 from draftloop.errors import ConfigError, DraftloopError, RequestError, check_known
@@ -45,6 +46,7 @@ DEMO_PROMPT = "Write a Python class Point with x and y, and methods add, subtrac
 
 app = App(name="draftloop", version=draftloop.__version__, help=draftloop.__doc__)
 app.command(bench)
+add_serve(app)
 add_train(app)
 
 logger = log.get_logger(__name__)

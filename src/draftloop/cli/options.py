@@ -54,6 +54,8 @@ def make_option(name: str, annotation: Any, default: Any, group: Group, help: st
     extra = Parameter(group=group, help=help)
     if default is False:  # a flag that is off needs no --no-enforce-eager
         extra = Parameter(group=group, help=help, negative="", show_default=False)
+    if annotation == tuple[str, ...]:  # given more than once, rather than emptied by an --empty-.. flag
+        extra = Parameter(group=group, help=help, negative="", show_default=False)
     numbers = (NUMBERS,) if tuple[int, ...] in (annotation, *typing.get_args(annotation)) else ()
     full = Annotated[(annotation, *numbers, extra)]  # pyrefly: ignore[invalid-annotation]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=full)

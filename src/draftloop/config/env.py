@@ -23,6 +23,8 @@ class Environment:
     """How much is logged to stderr: DEBUG, INFO, WARNING or ERROR."""
     cache_root: Path
     """Folder of converted models; by default draftloop/ in the user's cache folder."""
+    api_key: str | None = None
+    """Key that clients of `draftloop serve` must send, beside those of --api-key."""
     poison: bool = False
     """Fill padding, free pages and graph-owned memory with NaN before every replay (tests)."""
 
@@ -46,6 +48,7 @@ class Environment:
         return cls(
             log_level=level,  # pyrefly: ignore[bad-argument-type]
             cache_root=Path(root).expanduser() if root else _user_cache(environ) / "draftloop",
+            api_key=given.get(PREFIX + "API_KEY"),
             poison=poison in ("1", "true"),
         )
 

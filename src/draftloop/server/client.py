@@ -37,6 +37,7 @@ from draftloop.server.messages import (
     Update,
     decode_from_engine,
     encode,
+    merge,
 )
 
 State = Literal["starting", "ready", "draining", "dead"]
@@ -103,6 +104,11 @@ class EngineClient:
         if self._ready is None:
             raise EngineUnavailableError(self.reason)
         return self._ready
+
+    @property
+    def has_started(self) -> bool:
+        """The engine has said what it is; it may be dead by now."""
+        return self._ready is not None
 
     @property
     def num_open(self) -> int:
@@ -295,7 +301,7 @@ class Answers:
         self.request_ids: list[str] = []
         self.num_prompt_tokens: dict[int, int] = {}
         """By answer: tokens of its prompt, once accepted."""
-        self._pending: list[tuple[int, Update]] = []
+        self._pending: dict[int, list[Update]] = {}
         self._news = asyncio.Event()
         self._refusal: str | None = None
         self._failure: str | None = None
@@ -313,7 +319,7 @@ class Answers:
         self._news.set()
 
     def deliver(self, index: int, update: Update) -> None:
-        self._pending.append((index, update))
+        self._pending.setdefault(index, []).append(update)
         self._news.set()
 
     async def wait_until_accepted(self) -> None:
@@ -327,7 +333,7 @@ class Answers:
             self._news.set()
 
     async def next(self) -> list[tuple[int, Update]]:
-        """What has come since the last call: answers and their updates. A slow reader gets more at a time.
+        """What has come since the last call: of each answer at most one update, which holds all that is new.
 
         Raises EngineUnavailableError if the engine dies before the end.
         """
@@ -335,8 +341,8 @@ class Answers:
             self._check()
             self._news.clear()
             await self._news.wait()
-        updates, self._pending = self._pending, []
-        return updates
+        pending, self._pending = self._pending, {}
+        return [(index, merge(updates)) for index, updates in pending.items()]
 
     def _check(self) -> None:
         if self._refusal is not None:

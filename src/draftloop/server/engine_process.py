@@ -216,6 +216,8 @@ def _ending(sequence: Sequence) -> Ending:
 def _ready(engine: Engine) -> Ready:
     tokenizer, resolved, pool = engine.tokenizer, engine.resolved, engine.pool
     template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):  # several by name
+        template = template.get("default")
     special = getattr(tokenizer, "special_tokens_map", {})
     return Ready(
         tokenizer=tokenizer.backend_tokenizer.to_str() if tokenizer is not None else None,

@@ -104,6 +104,21 @@ class Update(msgspec.Struct, array_like=True):
     ending: Ending | None = None
 
 
+def merge(updates: list[Update]) -> Update:
+    """What several steps gave to one answer, as one update."""
+    first, last = updates[0], updates[-1]
+    if first is last:
+        return first
+    return Update(
+        request_id=first.request_id,
+        text="".join(update.text for update in updates),
+        token_ids=[token for update in updates for token in update.token_ids],
+        logprobs=None if first.logprobs is None else [one for update in updates for one in update.logprobs or []],
+        prompt_logprobs=first.prompt_logprobs,
+        ending=last.ending,
+    )
+
+
 class Counters(msgspec.Struct, kw_only=True):
     """The engine's counters since its start, and what it holds now."""
 

@@ -1,0 +1,122 @@
+"""Routes beside answers: models, health, metrics, tokens, and what the server is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+import draftloop
+from draftloop.server.chat import template_messages, template_tools
+from draftloop.server.client import EngineUnavailableError
+from draftloop.server.errors import ApiError
+from draftloop.server.metrics import CONTENT_TYPE
+from draftloop.server.protocol import DetokenizeRequest, TokenizeRequest
+from draftloop.server.serving import Serving
+
+GRAPHS_TIMEOUT_S = 2.0
+"""The engine answers between steps; metrics do not wait longer than this for its coverage table."""
+
+
+def admin_router(serving: Serving) -> APIRouter:
+    router = APIRouter()
+    client, started = serving.client, int(time.time())
+
+    @router.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [_card(serving, name, started) for name in serving.names]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        serving.check_model(name)
+        return JSONResponse(_card(serving, name, started))
+
+    @router.get("/health")
+    @router.get("/ping")
+    @router.post("/ping")
+    async def health() -> Response:
+        """200 once everything is captured, and only while the engine lives."""
+        if client.state != "ready":
+            raise EngineUnavailableError(client.reason)
+        return Response()
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": draftloop.__version__}
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": client.num_open}
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(serving.metrics.render(await _graphs(serving)), media_type=CONTENT_TYPE)
+
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        """What was decided at the start, and the coverage table: which phase runs as a graph at which sizes."""
+        ready = client.ready
+        return {
+            "version": draftloop.__version__,
+            "model": serving.names[0],
+            "max_model_len": ready.max_model_len,
+            "max_num_seqs": ready.max_num_seqs,
+            "num_speculative_tokens": ready.num_spec_tokens,
+            "cache": {"pages": ready.num_pages, "page_size": ready.page_size},
+            **ready.info,
+            "graphs": await client.graphs(),
+        }
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        serving.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        text, special = body.prompt, True
+        if body.messages is not None:
+            special = False
+            text = serving.tokenizer.render(
+                template_messages(body.messages),
+                tools=template_tools(body.tools),
+                add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+                continue_final_message=body.continue_final_message,
+                **serving.template_arguments(body.chat_template_kwargs),
+            )
+        if body.add_special_tokens is not None:
+            special = body.add_special_tokens
+        ids = await serving.encode(text or "", add_special_tokens=special)
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": client.ready.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = [serving.tokenizer.token(token) for token in ids]
+        return found
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        serving.check_model(body.model)
+        return {"prompt": serving.tokenizer.decode(body.tokens)}
+
+    return router
+
+
+def _card(serving: Serving, name: str, created: int) -> dict[str, Any]:
+    client = serving.client
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "draftloop",
+        "root": client.config.model,
+        "parent": None,
+        "max_model_len": client.ready.max_model_len if client.has_started else None,
+        "permission": [],
+    }
+
+
+async def _graphs(serving: Serving) -> dict[str, Any] | None:
+    try:
+        return await asyncio.wait_for(serving.client.graphs(), GRAPHS_TIMEOUT_S)
+    except (EngineUnavailableError, TimeoutError):
+        return None

@@ -1,0 +1,99 @@
+"""The web application: routes, who may call them, and what they may send."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import draftloop
+from draftloop.server.admin import admin_router
+from draftloop.server.chat import chat_router
+from draftloop.server.client import EngineClient
+from draftloop.server.completions import completions_router
+from draftloop.server.errors import ApiError, add_error_handlers
+from draftloop.server.options import ServerOptions
+from draftloop.server.serving import Serving
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/load", "/metrics"})
+"""Served without a key: what load balancers and Prometheus ask for."""
+
+
+def make_app(client: EngineClient, options: ServerOptions) -> FastAPI:
+    """The application. It starts the engine's process with itself, and ends it with itself."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        client.start()
+        try:
+            yield
+        finally:
+            await client.close()
+
+    app = FastAPI(
+        title="draftloop",
+        version=draftloop.__version__,
+        lifespan=lifespan,
+        root_path=options.root_path,
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+    )
+    serving = Serving(client, options)
+    for router in (completions_router(serving), chat_router(serving), admin_router(serving)):
+        app.include_router(router)
+    add_error_handlers(app)
+    app.add_middleware(Guard, api_keys=options.api_key, max_body_bytes=options.max_body_bytes)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+class Guard:
+    """Refuses requests without a key, and bodies that are too large."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int) -> None:
+        self._app, self._limit = app, max_body_bytes
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._is_known(headers.get(b"authorization", b"")):
+            error = ApiError(
+                401, "no valid API key was given; send it as Authorization: Bearer KEY", code="invalid_api_key"
+            )
+            await error.response()(scope, receive, send)
+            return
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._limit:
+            await ApiError(413, self._too_large(int(length))).response()(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._limit:
+                raise HTTPException(413, self._too_large(num_bytes))
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _is_known(self, header: bytes) -> bool:
+        scheme, _, key = header.partition(b" ")
+        # all of them are compared, each in constant time: how long it takes tells nothing
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+    def _too_large(self, num_bytes: int) -> str:
+        return f"the body has {num_bytes} bytes or more; at most {self._limit} are taken (--max-body-bytes)"

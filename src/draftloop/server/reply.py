@@ -1,0 +1,199 @@
+"""One request's answers on their way to the client: what all routes count, measure and say of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from draftloop.request import Logprob, Logprobs, SpeculationStats
+from draftloop.server.client import Answers
+from draftloop.server.errors import ApiError, parameter_of
+from draftloop.server.messages import Ending, Update
+from draftloop.server.metrics import Metrics
+
+json_bytes = msgspec.json.Encoder().encode
+
+
+class Answer:
+    """One answer so far."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.ending: Ending | None = None
+        self.first_token = 0.0
+        self.last_token = 0.0
+
+
+class Reply:
+    """All answers to one request. Closing it, in whatever way, aborts what has not ended."""
+
+    def __init__(self, answers: Answers, *, n: int, max_tokens: int | None, metrics: Metrics) -> None:
+        self._answers, self._metrics = answers, metrics
+        self.n = n
+        self.answers = [Answer() for _ in answers.request_ids]
+        self.created = int(time.time())
+        metrics.request(n=n, max_tokens=max_tokens)
+
+    async def updates(self) -> AsyncIterator[list[tuple[int, Update]]]:
+        """What comes, until all answers have ended.
+
+        Raises EngineUnavailableError if the engine dies, ApiError for an answer that ends in an error.
+        """
+        try:
+            num_running = len(self.answers)
+            while num_running:
+                batch = await self._answers.next()
+                now = time.monotonic()
+                for index, update in batch:
+                    self._count(index, update, now)
+                    num_running -= update.ending is not None
+                yield batch
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._answers.close()
+        for answer in self.answers:
+            if answer.ending is None:
+                answer.ending = Ending(finish_reason="abort")
+                self._metrics.aborted()
+
+    def _count(self, index: int, update: Update, now: float) -> None:
+        answer, count = self.answers[index], len(update.token_ids)
+        if count and not answer.num_tokens:
+            answer.first_token = now
+            self._metrics.first_token(now - self._answers.arrived)
+        elif count:
+            self._metrics.tokens(now - answer.last_token, count)
+        if count:
+            answer.num_tokens += count
+            answer.last_token = now
+        if update.ending is not None:
+            answer.ending = update.ending
+            self._metrics.ended(
+                update.ending,
+                seconds=now - self._answers.arrived,
+                num_prompt_tokens=self._answers.num_prompt_tokens[index],
+                num_tokens=answer.num_tokens,
+            )
+            if update.ending.error is not None:
+                raise _failed(update.ending.error)
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far. A prompt counts once, however many answers it gets."""
+        counts = self._answers.num_prompt_tokens
+        prompt = sum(counts[index] for index in range(0, len(self.answers), self.n))
+        completion = sum(answer.num_tokens for answer in self.answers)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def metrics(self) -> dict[str, Any] | None:
+        """What is known of a request with one answer, once it has ended."""
+        if len(self.answers) != 1 or self.answers[0].ending is None:
+            return None
+        answer, ending = self.answers[0], self.answers[0].ending
+        seconds = answer.last_token - answer.first_token
+        found: dict[str, Any] = {
+            "time_to_first_token_ms": (answer.first_token - self._answers.arrived) * 1e3,
+            "generation_time_ms": (answer.last_token - self._answers.arrived) * 1e3,
+            "queue_time_ms": ending.queue_s * 1e3,
+        }
+        if answer.num_tokens > 1 and seconds > 0:
+            found["mean_itl_ms"] = seconds * 1e3 / (answer.num_tokens - 1)
+            found["tokens_per_second"] = (answer.num_tokens - 1) / seconds
+        if ending.speculation is not None:
+            found["speculative_decoding"] = speculation_dict(ending.speculation)
+        return found
+
+
+def _failed(message: str) -> ApiError:
+    param = parameter_of(message)
+    return ApiError(400 if param else 500, message, param=param)
+
+
+def speculation_dict(stats: SpeculationStats) -> dict[str, Any]:
+    """vLLM's `metrics.speculative_decoding`."""
+    return {
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_histogram": stats.acceptance_histogram,
+        "num_spec_steps": stats.num_spec_steps,
+        "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_spec_tokens": stats.num_spec_tokens,
+    }
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json_bytes(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+# ---- logprobs -------------------------------------------------------------------------------
+
+
+class TokenNames:
+    """What a token is called in an answer: its text, or "token_id:5"."""
+
+    def __init__(self, *, as_ids: bool) -> None:
+        self._as_ids = as_ids
+
+    def name(self, token: int, logprob: Logprob) -> str:
+        if self._as_ids or logprob.decoded_token is None:
+            return f"token_id:{token}"
+        return logprob.decoded_token
+
+
+def completion_logprobs(
+    ids: Sequence[int], found: Sequence[Logprobs | None], num_top: int, names: TokenNames, *, offset: int
+) -> dict[str, Any]:
+    """The shape of completions: four lists. `offset` is where the first token's text begins."""
+    tokens, values, tops, offsets = [], [], [], []
+    for token, logprobs in zip(ids, found, strict=True):
+        if logprobs is None:  # the prompt's first token
+            name = names.name(token, Logprob(logprob=0.0, rank=0))
+            values.append(None)
+            tops.append(None)
+        else:
+            name = names.name(token, logprobs[token])
+            values.append(logprobs[token].logprob)
+            kept = {i: one for i, one in logprobs.items() if i == token or one.rank <= num_top}
+            tops.append({names.name(i, one): one.logprob for i, one in kept.items()} if num_top else None)
+        tokens.append(name)
+        offsets.append(offset)
+        offset += len(name)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def chat_logprobs(ids: Sequence[int], found: Sequence[Logprobs], num_top: int, names: TokenNames) -> dict[str, Any]:
+    """The shape of chats."""
+
+    def one(token: int, logprob: Logprob) -> dict[str, Any]:
+        name = names.name(token, logprob)
+        return {"token": name, "logprob": logprob.logprob, "bytes": list(name.encode())}
+
+    content = []
+    for token, logprobs in zip(ids, found, strict=True):
+        likely = sorted((lp.rank, i) for i, lp in logprobs.items() if lp.rank <= num_top)
+        tops = [one(i, logprobs[i]) for _, i in likely]
+        content.append({**one(token, logprobs[token]), "top_logprobs": tops})
+    return {"content": content}
+
+
+def prompt_logprobs_dict(found: Sequence[Logprobs | None] | None) -> list[dict[str, Any] | None] | None:
+    """vLLM's `prompt_logprobs`."""
+    if found is None:
+        return None
+    return [
+        None
+        if logprobs is None
+        else {
+            str(token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.decoded_token}
+            for token, one in logprobs.items()
+        }
+        for logprobs in found
+    ]

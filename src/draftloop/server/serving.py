@@ -1,0 +1,146 @@
+"""What the routes share: the engine, the model's names and tokenizer, and how a request becomes a reply."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from draftloop.errors import ConfigError, RequestError
+from draftloop.request import SamplingParams
+from draftloop.server.client import EngineClient, EngineUnavailableError
+from draftloop.server.errors import ApiError, as_api_error
+from draftloop.server.metrics import Metrics
+from draftloop.server.options import ServerOptions
+from draftloop.server.protocol import Sampling
+from draftloop.server.reply import DONE, Reply, event, json_bytes
+from draftloop.server.tokenizer import ServerTokenizer
+
+QUICK_TEXT = 4096
+"""Characters that are made tokens at once; longer texts must not hold up other requests."""
+
+RESERVED_ARGUMENTS = frozenset(
+    {"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
+)
+"""Arguments of chat templates that requests may not set by name."""
+
+
+class Serving:
+    """One model behind HTTP."""
+
+    def __init__(self, client: EngineClient, options: ServerOptions) -> None:
+        self.client, self.options = client, options
+        self.names = options.served_model_name or (client.config.model,)
+        self.metrics = Metrics(client, self.names[0])
+        self.chat_template = read_template(options.chat_template)
+        self._tokenizer: ServerTokenizer | None = None
+
+    @property
+    def tokenizer(self) -> ServerTokenizer:
+        """Raises EngineUnavailableError until the engine is ready."""
+        if self._tokenizer is None:
+            self._tokenizer = ServerTokenizer(self.client.ready, chat_template=self.chat_template)
+        return self._tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            known = ", ".join(self.names)
+            raise ApiError(404, f"there is no model {name!r}; known: {known}", param="model", code="model_not_found")
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt."""
+        if len(text) <= QUICK_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def template_arguments(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The request's `chat_template_kwargs`."""
+        arguments = dict(given or {})
+        if taken := RESERVED_ARGUMENTS & arguments.keys():
+            raise ApiError(400, f"chat_template_kwargs may not hold {min(taken)!r}", param="chat_template_kwargs")
+        return arguments
+
+    def check(self, request: Sampling, num_prompts: int = 1) -> None:
+        """Refuse early what cannot be served, whatever it says."""
+        self.check_model(request.model)
+        if self.client.state != "ready":
+            raise EngineUnavailableError(self.client.reason)
+        self.client.check_room(num_prompts * max(request.n or 1, 1))
+
+    async def start(self, request: Sampling, prompts: Sequence[list[int]], params: SamplingParams) -> Reply:
+        """Queue a request; all of its answers or none."""
+        answers = await self.client.submit(uuid.uuid4().hex, prompts, params, speculation=request.speculative.enabled)
+        return Reply(answers, n=params.n, max_tokens=params.max_tokens, metrics=self.metrics)
+
+
+def read_template(given: str | None) -> str | None:
+    """A template, or what a file of that name holds. Raises ConfigError for a file that cannot be read."""
+    if given is None or "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template is {given!r}, which cannot be read: {error}") from error
+
+
+def response_id(prefix: str, request: Sampling, http: Request) -> str:
+    """The request's own id where it brings one."""
+    return f"{prefix}-{request.request_id or http.headers.get('x-request-id') or uuid.uuid4().hex}"
+
+
+class Gone(Response):
+    """Nobody reads this."""
+
+    def __init__(self) -> None:
+        super().__init__(status_code=499)
+
+
+async def unless_gone(http: Request, reply: Reply, work: Coroutine[Any, Any, Mapping[str, Any]]) -> Response:
+    """The result as JSON. If the client goes away before, the work is cancelled."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return Gone()
+        return Response(json_bytes(task.result()), media_type="application/json")
+    finally:
+        reply.close()
+        for one in (task, gone):
+            one.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await one
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. An error ends the stream as an event, since the status is sent already."""
+
+    def __init__(self, reply: Reply, chunks: AsyncIterator[bytes]) -> None:
+        super().__init__(_events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # also where the client went away before the first event
+            self._reply.close()
+
+
+async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except (ApiError, RequestError, EngineUnavailableError) as error:
+        yield event(as_api_error(error).body)
+    yield DONE
