@@ -98,14 +98,19 @@ def write(name: str, config: dict[str, Any], weights: dict[str, Tensor]) -> str:
     return str(folder)
 
 
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "global_head_dim": 128}
+"""Changes to the target that every kernel takes."""
+
+
 @functools.cache
-def gemma4_target(name: str = "gemma4") -> str:
+def gemma4_target(*, wide: bool = False) -> str:
     """Folder of a four-layer Gemma 4."""
-    config, cpu = Gemma4Config.from_hf(TARGET), torch.device("cpu")
+    hf = {**TARGET, **(WIDE if wide else {})}
+    config, cpu = Gemma4Config.from_hf(hf), torch.device("cpu")
     backend = SdpaBackend(attention_shapes(config, page_size=16, dtype=torch.float32)[0], cpu)
     model = Gemma4Decoder(config, backend, device=cpu, dtype=torch.float32, max_positions=1)
     shapes = {key: tuple(weight.shape) for key, weight in model.destinations().items()}
-    return write(name, TARGET, random_weights(shapes, seed=0))
+    return write("gemma4-wide" if wide else "gemma4", hf, random_weights(shapes, seed=0))
 
 
 def assistant_config(**changes: Any) -> dict[str, Any]:
@@ -128,7 +133,11 @@ def assistant_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 @functools.cache
-def gemma4_assistant(name: str = "plain", *, ordered: bool = False, seed: int = 1) -> str:
+def gemma4_assistant(*, ordered: bool = False, wide: bool = False) -> str:
     """Folder of a two-layer assistant with random weights."""
     config = assistant_config(use_ordered_embeddings=ordered)
-    return write(f"assistant-{name}", config, random_weights(assistant_shapes(config), seed=seed))
+    if wide:
+        text = {"hidden_size": 128, "head_dim": WIDE["head_dim"], "global_head_dim": WIDE["global_head_dim"]}
+        config = assistant_config(use_ordered_embeddings=ordered, backbone_hidden_size=256, text_config=text)
+    name = f"assistant-{'ordered' if ordered else 'plain'}{'-wide' if wide else ''}"
+    return write(name, config, random_weights(assistant_shapes(config), seed=1))

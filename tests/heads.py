@@ -175,27 +175,29 @@ _AROUND = {
 """Style -> prefix, and what it calls the norms of embedding and hidden state, the projection and the last norm."""
 
 
-def mtp_weights(style: str, *, extra: dict[str, Any] | None = None, qk_norm: bool = False) -> dict[str, Tensor]:
+def mtp_weights(
+    style: str, *, extra: dict[str, Any] | None = None, qk_norm: bool = False, hidden: int = HIDDEN
+) -> dict[str, Tensor]:
     """Random tensors of one module, as the style's files have them; `extra`: shapes of more."""
     generator = torch.Generator().manual_seed(5)
     prefix, embed_norm, hidden_norm, fc, norm = _AROUND[style]
     layer = f"{prefix}layers.0." if style == "qwen" else prefix
-    inner, width = 2 * HIDDEN, HIDDEN // HEADS * KV_HEADS
+    inner, width = 2 * hidden, hidden // HEADS * KV_HEADS
     shapes: dict[str, tuple[int, ...]] = {
-        f"{prefix}{embed_norm}.weight": (HIDDEN,),
-        f"{prefix}{hidden_norm}.weight": (HIDDEN,),
-        f"{prefix}{fc}.weight": (HIDDEN, 2 * HIDDEN),
-        f"{prefix}{norm}.weight": (HIDDEN,),
-        f"{layer}self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-        f"{layer}self_attn.k_proj.weight": (width, HIDDEN),
-        f"{layer}self_attn.v_proj.weight": (width, HIDDEN),
-        f"{layer}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-        f"{layer}mlp.gate_proj.weight": (inner, HIDDEN),
-        f"{layer}mlp.up_proj.weight": (inner, HIDDEN),
-        f"{layer}mlp.down_proj.weight": (HIDDEN, inner),
-        f"{layer}input_layernorm.weight": (HIDDEN,),
-        f"{layer}post_attention_layernorm.weight": (HIDDEN,),
-        **({f"{layer}self_attn.{name}_norm.weight": (HIDDEN // HEADS,) for name in "qk"} if qk_norm else {}),
+        f"{prefix}{embed_norm}.weight": (hidden,),
+        f"{prefix}{hidden_norm}.weight": (hidden,),
+        f"{prefix}{fc}.weight": (hidden, 2 * hidden),
+        f"{prefix}{norm}.weight": (hidden,),
+        f"{layer}self_attn.q_proj.weight": (hidden, hidden),
+        f"{layer}self_attn.k_proj.weight": (width, hidden),
+        f"{layer}self_attn.v_proj.weight": (width, hidden),
+        f"{layer}self_attn.o_proj.weight": (hidden, hidden),
+        f"{layer}mlp.gate_proj.weight": (inner, hidden),
+        f"{layer}mlp.up_proj.weight": (inner, hidden),
+        f"{layer}mlp.down_proj.weight": (hidden, inner),
+        f"{layer}input_layernorm.weight": (hidden,),
+        f"{layer}post_attention_layernorm.weight": (hidden,),
+        **({f"{layer}self_attn.{name}_norm.weight": (hidden // HEADS,) for name in "qk"} if qk_norm else {}),
         **{f"{layer}{name}": shape for name, shape in (extra or {}).items()},
     }
     weights = {}
@@ -213,6 +215,13 @@ def mtp_target(style: str, variant: str = "") -> str:
     return write_mtp_target(f"mtp-{style}{variant}", style, mtp_variant(style, variant))
 
 
+@functools.cache
+def wide_mtp_target() -> str:
+    """The same for the target made 256 wide, which every kernel takes."""
+    module = mtp_weights("deepseek", hidden=256)
+    return write_mtp_target("mtp-wide", "deepseek", module, target=tiny_model("wide", hidden=256))
+
+
 def mtp_variant(style: str, variant: str = "") -> dict[str, Tensor]:
     tables = {"embed_tokens.weight": (VOCAB, HIDDEN), "shared_head.head.weight": (VOCAB, HIDDEN)}
     biases = {f"self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", 64), ("k", 32), ("v", 32))}
@@ -220,10 +229,13 @@ def mtp_variant(style: str, variant: str = "") -> dict[str, Tensor]:
     return mtp_weights(style, extra=extra, qk_norm=variant == "-qk_norm")
 
 
-def write_mtp_target(name: str, style: str, module: dict[str, Tensor], **keys: Any) -> str:
-    target = Path(tiny_model())
-    config = {**json.loads((target / "config.json").read_text()), **MTP_KEYS[style], **keys}
-    return write_head(name, config, {**load_file(target / "model.safetensors"), **module})
+def write_mtp_target(
+    name: str, style: str, module: dict[str, Tensor], *, target: str | None = None, **keys: Any
+) -> str:
+    """Folder of a target, the tiny one if none is given, with a module's tensors beside its own."""
+    source = Path(target or tiny_model())
+    config = {**json.loads((source / "config.json").read_text()), **MTP_KEYS[style], **keys}
+    return write_head(name, config, {**load_file(source / "model.safetensors"), **module})
 
 
 # ---- a target that counts, and a head that is always right about it ----------------------------

@@ -343,9 +343,7 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
                 "num_speculative_tokens": 1,
             }
         ],
-        "gemma4_mtp": [
-            {"method": "gemma4_mtp", "model": gemma4_assistant("ordered", ordered=True), "num_speculative_tokens": 3}
-        ],
+        "gemma4_mtp": [{"method": "gemma4_mtp", "model": gemma4_assistant(ordered=True), "num_speculative_tokens": 3}],
         "mtp": [{"method": "mtp", "num_speculative_tokens": 3}],
         "medusa": [{"method": "medusa", "model": tiny_medusa("medusa"), "num_speculative_tokens": 3}],
         "pard": [{"method": "pard", "model": tiny_pard(), "num_speculative_tokens": 3}],

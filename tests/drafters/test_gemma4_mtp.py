@@ -36,7 +36,7 @@ def drafting(
 ) -> LLM:
     spec: dict[str, Any] = {
         "method": "gemma4_mtp",
-        "model": gemma4_assistant("ordered" if ordered else "plain", ordered=ordered),
+        "model": gemma4_assistant(ordered=ordered),
         "num_speculative_tokens": k,
     }
     if position:
@@ -56,7 +56,7 @@ def hf_target():
 
 @functools.cache
 def hf_assistant(ordered: bool):
-    folder = gemma4_assistant("ordered" if ordered else "plain", ordered=ordered)
+    folder = gemma4_assistant(ordered=ordered)
     return transformers.Gemma4AssistantForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

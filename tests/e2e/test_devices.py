@@ -14,7 +14,8 @@ from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import GraphMode, Key
 from draftloop.graphs.table import GraphTable
 from draftloop.request import SamplingParams
-from heads import wide_head
+from gemma4 import gemma4_assistant, gemma4_target
+from heads import wide_head, wide_mtp_target
 from helpers import MODES, answers, assert_all_free, greedy, make_engine, prompts, tiny_model
 
 
@@ -39,6 +40,8 @@ CONFIGS = {
     "dspark": {"method": "dspark", "num_speculative_tokens": 3},
     "eagle": {"method": "eagle", "num_speculative_tokens": 3},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+    "gemma4_mtp": {"method": "gemma4_mtp", "num_speculative_tokens": 3},
 }
 WITH_MODELS = {
     "draft_model": near,
@@ -46,14 +49,20 @@ WITH_MODELS = {
     "dspark": functools.partial(wide_block, "dspark"),
     "eagle": functools.partial(wide_head, "eagle"),
     "eagle3": functools.partial(wide_head, "eagle3"),
+    "gemma4_mtp": functools.partial(gemma4_assistant, ordered=True, wide=True),
 }
+TARGETS = {"mtp": wide_mtp_target, "gemma4_mtp": functools.partial(gemma4_target, wide=True)}
 
 
-def start(device: str, drafter: str, **settings) -> LLM:
+def start(device: str, drafter: str, *, beside: str = "", **settings) -> LLM:
+    """An engine of the drafter's target, or without one of the target of the drafter `beside` it."""
+    if device == "cpu" and "mtp" in (drafter, beside):
+        pytest.skip("its phases are those of EAGLE, which run here")
     spec = CONFIGS[drafter]
     if drafter in WITH_MODELS:
         spec = {**spec, "model": WITH_MODELS[drafter]()}
-    return make_engine(target(), device=device, speculative_config=spec, cudagraph_capture_sizes=(2, 8), **settings)
+    folder = TARGETS.get(beside or drafter, target)()
+    return make_engine(folder, device=device, speculative_config=spec, cudagraph_capture_sizes=(2, 8), **settings)
 
 
 def everything(llm: LLM) -> dict[str, Tensor]:
@@ -123,7 +132,7 @@ def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter,
             ours, theirs = value, results[1][name]
             if name.startswith("cache"):  # the null page takes all padding, in no order
                 ours, theirs = ours[:, :, 1:], theirs[:, :, 1:]
-            elif name.endswith(("_M", "_ML", "_MK", "_MN", "_MKV", "_MC")):  # so does the padding row
+            elif name.endswith(("_M", "_ML", "_MK", "_MN", "_MKV", "_MC", "_MB")):  # so does the padding row
                 ours, theirs = ours[:-1], theirs[:-1]
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (key, name)
         seen.add(key.mode)
@@ -134,7 +143,7 @@ def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter,
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafter", CONFIGS)
 def test_greedy_text_is_the_same_in_every_mode(device, drafter, mode):
-    plain = start(device, "none", cudagraph_mode="NONE", dtype="float32")
+    plain = start(device, "none", beside=drafter, cudagraph_mode="NONE", dtype="float32")
     asked = prompts(7)
     expected = answers(plain.generate(asked, greedy(24)))
     llm = start(device, drafter, cudagraph_mode=mode.value, dtype="float32")

@@ -96,7 +96,7 @@ def test_group_of_three(name: str, device: torch.device) -> None:
 
 
 @NAMES
-@pytest.mark.parametrize("head_dim", [80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [80, 96, 128, 256, 512])
 def test_head_sizes(name: str, device: torch.device, head_dim: int) -> None:
     check(name, Case(lens=((2, 35), (2, 0)), head_dim=head_dim, uniform=True), device)
 
@@ -181,7 +181,7 @@ def test_sdpa_reads_adjacent_pages_in_place(device: torch.device) -> None:
 @NAMES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (8, 4, 256), (8, 8, 96)], ids=str
+    ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (8, 4, 256), (8, 8, 96), (16, 2, 512)], ids=str
 )
 def test_model_shapes(name: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
     """Real shapes: verify, draft decode and prefill."""

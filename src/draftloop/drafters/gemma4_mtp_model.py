@@ -78,7 +78,7 @@ class Gemma4Assistant(torch.nn.Module):
         """[R, C] -> [R, V]; minus infinity for ids that are not scored."""
         if self.centroids_NC is None:
             return linear(normed_RC, self.embed_tokens)
-        nearest = linear(normed_RC, self.centroids_NC).topk(self.config.num_nearest, dim=-1).indices
+        nearest = linear(normed_RC, self.centroids_NC).topk(self.config.num_nearest, dim=-1, sorted=False).indices
         ids_RZ = self.ids_NJ[nearest].flatten(1)
         scores_RZ = (self.embed_tokens[ids_RZ] @ normed_RC.unsqueeze(-1)).squeeze(-1)
         nothing_RV = normed_RC.new_full((normed_RC.shape[0], self.embed_tokens.shape[0]), float("-inf"))

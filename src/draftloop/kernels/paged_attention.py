@@ -242,6 +242,8 @@ def choose_tiles(
     if itemsize == 4:
         # no tensor core multiplies fp32 exactly, and the registers hold no larger tiles
         limit, block_n, num_stages = 16, 16, 2
+    elif head_dim > 256:
+        limit, block_n, num_stages = 32, 32, 2
     elif head_dim > 128:
         limit, block_n, num_stages = 64, 32, 2
     else:
