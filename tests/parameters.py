@@ -71,14 +71,15 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 class Only(LogitsProcessor):
-    """From its n-th token on, a request says nothing but one token."""
+    """From its n-th token on (and up to another one), a request says nothing but one token."""
 
-    arguments = frozenset({"only_token", "only_after"})
+    arguments = frozenset({"only_token", "only_after", "only_until"})
 
     def __init__(self, *, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.token_M = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.after_M = torch.full((num_rows,), 10**6, device=device)
+        self.until_M = torch.full((num_rows,), 10**6, device=device)
 
     def check(self, params: SamplingParams) -> None:
         wanted = (params.extra_args or {}).get("only_token", 0)
@@ -89,9 +90,11 @@ class Only(LogitsProcessor):
         asked = params.extra_args or {}
         self.token_M[row].fill_(asked.get("only_token", 0))
         self.after_M[row].fill_(asked.get("only_after", 10**6))
+        self.until_M[row].fill_(asked.get("only_until", 10**6))
 
     def apply(self, logits_RQV: torch.Tensor, positions: BlockPositions) -> torch.Tensor:
         token_R = self.token_M.index_select(0, positions.rows_R)
-        is_on_RQ = positions.num_outputs >= self.after_M.index_select(0, positions.rows_R)[:, None]
+        after_R1, until_R1 = (x.index_select(0, positions.rows_R)[:, None] for x in (self.after_M, self.until_M))
+        is_on_RQ = (positions.num_outputs >= after_R1) & (positions.num_outputs < until_R1)
         is_other_RV = torch.arange(self.vocab_size, device=token_R.device) != token_R[:, None]
         return logits_RQV.masked_fill(is_on_RQ[..., None] & is_other_RV[:, None], float("-inf"))
