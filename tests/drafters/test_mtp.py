@@ -22,6 +22,7 @@ from draftloop.graphs.phase import ModeSetting
 from draftloop.kernels.rms_norm import Store
 from draftloop.models.config import PRESETS, ModelConfig
 from draftloop.models.dense import attention_shape
+from gemma4 import gemma4_target
 from heads import MTP_KEYS, mtp_target, mtp_variant, mtp_weights, write_mtp_target
 from helpers import HIDDEN, LAYERS, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
 
@@ -213,6 +214,14 @@ def refused(folder: str, **spec: Any) -> str:
 def test_a_target_without_a_module_is_named():
     message = refused(tiny_model())
     assert f"has none (mtp.*, model.mtp_layers.* or model.layers.{LAYERS}.*); choose" in message
+
+
+def test_a_target_of_layers_of_two_shapes_has_none_either():
+    assert "has none (mtp.*" in refused(gemma4_target())
+    with pytest.raises(ConfigError, match="Gemma4ForCausalLM has layers of 2 shapes; use another method"):
+        make_engine(
+            gemma4_target(), load_format="dummy", speculative_config={"method": "mtp", "num_speculative_tokens": 2}
+        )
 
 
 def test_a_module_that_the_config_promises_but_the_export_left_out():

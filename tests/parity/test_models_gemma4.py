@@ -153,6 +153,7 @@ def test_random_weights_have_norms_of_one_and_layers_at_full_strength(tmp_path: 
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
             "rope_type of full_attention layers is 'yarn'",
         ),
+        ({"quantization_config": {"quant_method": "awq"}}, "the checkpoint is quantised ('awq')"),
         ({"hidden_size": None}, "no 'hidden_size', which Gemma4ForCausalLM needs"),
     ],
 )

@@ -7,8 +7,6 @@ as vLLM runs it; what a round runs is in drafters/pairs.py.
 
 from __future__ import annotations
 
-import logging
-
 from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Target
@@ -21,8 +19,6 @@ from draftloop.errors import ConfigError
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder
 from draftloop.models.dense import attention_shape
 from draftloop.models.resolve import read_json
-
-logger = logging.getLogger(__name__)
 
 
 class MtpDrafter(PairDrafter[MtpConfig, MtpModule]):
@@ -39,8 +35,10 @@ class MtpDrafter(PairDrafter[MtpConfig, MtpModule]):
                 f"speculative method 'mtp' drafts with what is in the checkpoint of {target.name!r}, but 'model' is "
                 f"{spec.model!r}; leave it out, or use the method that {spec.model!r} was made for"
             )
-        self.config, self.names = of_target(target.config), dict[str, str]()
-        if target.folder is not None and target.load_format != "dummy":
+        self.names = dict[str, str]()
+        if target.folder is None or target.load_format == "dummy":
+            self.config = of_target(target.config)
+        else:
             self.folder = target.folder
             config = read_json(target.folder / "config.json")
             self.config, self.names = parse(config, read_shapes(target.folder), target=target.config, name=target.name)

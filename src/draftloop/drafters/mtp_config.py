@@ -194,6 +194,11 @@ def _plain_names(style: Style, ours: set[str], first: int) -> dict[str, str]:
 
 
 def of_target(target: ModelConfig) -> MtpConfig:
-    """A module of the target's own shape, for random weights."""
+    """A module of the target's own shape, for random weights. Raises ConfigError where its layers are not all alike."""
+    if len(target.cache_groups) > 1:
+        raise ConfigError(
+            f"speculative method 'mtp' makes a random module for a target whose layers are all alike, but "
+            f"{target.architecture} has layers of {len(target.cache_groups)} shapes; use another method"
+        )
     layer = replace(target, num_layers=1, layer_types=(), sliding_window=None, tie_word_embeddings=False)
     return MtpConfig(style=next(style for style in STYLES if style.name == "DeepSeek"), model=layer)

@@ -69,11 +69,8 @@ class Gemma4Attention(torch.nn.Module):
             return parameter(*shape, device=device, dtype=dtype)
 
         kind = config.layer_types[layer]
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_heads,
-            config.kv_heads(kind),
-            config.head_size(kind),
-        )
+        self.num_heads, self.num_kv_heads = config.num_heads, config.kv_heads(kind)
+        self.head_dim = config.head_size(kind)
         self.eps, self.has_kv = config.rms_norm_eps, layer < config.num_own_layers
         self.has_values = self.has_kv and not (config.shared_projection and kind == "full_attention")
         self.query_size, self.kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

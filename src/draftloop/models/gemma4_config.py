@@ -138,6 +138,7 @@ class Gemma4Config(ModelConfig):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Gemma4Config:
         """Read a `config.json` of the text model, or of one that holds it. Raises ConfigError for what cannot run."""
+        refuse_unsupported(hf)
         names = hf.get("architectures") or []
         architecture = next((name for name in names if name in GEMMA4_ARCHITECTURES), GEMMA4_ARCHITECTURES[0])
         text = hf.get("text_config") or hf
@@ -152,7 +153,7 @@ class Gemma4Config(ModelConfig):
 
     @classmethod
     def from_text(cls, text: Mapping[str, Any], *, architecture: str, **more: Any) -> Gemma4Config:
-        """Read the text model's part of a `config.json`; `more` are fields that stand elsewhere."""
+        """Read the text model's part of a `config.json`; `more` are fields that stand elsewhere. Raises ConfigError."""
         _refuse(text)
 
         def need(key: str) -> Any:
@@ -198,7 +199,6 @@ class Gemma4Config(ModelConfig):
 
 
 def _refuse(text: Mapping[str, Any]) -> None:
-    refuse_unsupported(text)
     if text.get("enable_moe_block"):
         raise ConfigError(
             "the model's config has enable_moe_block, a mixture of experts; supported: dense Gemma 4 models"
