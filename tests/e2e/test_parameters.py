@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from draftloop.request import CompletionOutput, SamplingParams
-from helpers import VOCAB, assert_all_free, engine, greedy, prompts, tiny_model
+from helpers import VOCAB, answers, assert_all_free, engine, greedy, prompts, tiny_model
 from parameters import log_softmax, wanted_logits, wanted_probs
 
 K, EOS = 3, 21
@@ -214,3 +216,46 @@ def test_whatever_is_drafted_every_token_is_what_the_request_asked_for(batch):
         if params.greedy:
             same(answer, before)
     assert_all_free(llm)
+
+
+@pytest.mark.parametrize("drafter", ["scripted", "draft_model", "block"])
+def test_sampled_tokens_follow_what_the_parameters_leave_of_the_model(drafter):
+    """1000 answers of three tokens against the exact probabilities of each, by chi-square."""
+    index, count = 5, 1000
+    prompt, text = PROMPTS[index], plain_text(index)
+    allowed = sorted({*text[:2], prompt[0], prompt[-1], 3})
+    base = {"temperature": 4.0, "max_tokens": 3, "allowed_token_ids": allowed, "ignore_eos": True}
+    params = SamplingParams(
+        **base,
+        frequency_penalty=-2,
+        presence_penalty=1,
+        repetition_penalty=0.8,
+        logit_bias={allowed[0]: 2.5},
+        bad_words=[f"w{allowed[0]} w{allowed[0]}", f"w{allowed[1]} w{allowed[2]}"],
+    )
+    exact: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, probability in exact.items():
+            x = wanted(reference_logits(prompt, list(tokens))[-1], prompt, list(tokens), params)
+            probs = wanted_probs(x, params)
+            longer |= {(*tokens, int(t)): probability * probs[t] for t in probs.nonzero()[0]}
+        exact = longer
+    near = {
+        "method": "draft_model",
+        "model": tiny_model("judged-near", words="w", noise=0.06),
+        "num_speculative_tokens": 2,
+    }
+    spec = {"draft_model": near, "block": {**near, "rejection_sample_method": "block"}}.get(drafter)
+    llm = judged_engine(spec, max_num_seqs=32, max_prefill_rows=16, max_num_batched_tokens=384)
+    SCRIPT[tuple(prompt)] = [allowed[1], allowed[0], allowed[2]]
+    seen = Counter(tuple(tokens) for tokens in answers(llm.generate([prompt] * count, params)))
+    assert set(seen) <= set(exact)
+    frequent = [tokens for tokens, probability in exact.items() if probability * count >= 5]
+    rest = sum(probability for tokens, probability in exact.items() if tokens not in frequent)
+    observed = [*(seen[tokens] for tokens in frequent), sum(n for tokens, n in seen.items() if tokens not in frequent)]
+    expected = [*(exact[tokens] * count for tokens in frequent), rest * count]
+    if rest * count < 5:
+        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+    assert len(observed) > 12
+    assert stats.chisquare(observed, expected).pvalue > 1e-4
