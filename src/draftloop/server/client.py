@@ -250,8 +250,7 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         if self._socket is not None and self.state != "dead":
-            with contextlib.suppress(zmq.Again):  # the process is gone, which is about to be noticed
-                zmq.Socket.send(self._socket, encode(message), zmq.NOBLOCK)
+            self._socket.send(encode(message))  # at once, since the pair has no high-water mark
 
     async def _listen(self) -> None:
         assert self._socket is not None
