@@ -135,7 +135,7 @@ class EngineClient:
         self.fail_open("the server is shutting down")
         if process is not None:
             asyncio.get_running_loop().remove_reader(process.sentinel)
-            if self.state != "starting":  # a starting engine reads no messages yet
+            if self._ready is not None or self.state == "dead":  # a starting engine reads no messages yet
                 self._send(Close())
                 await asyncio.to_thread(process.join, timeout_s)
             if process.is_alive():
@@ -173,8 +173,6 @@ class EngineClient:
         self.fail_open(reason)
         while self._questions:
             self._questions.popleft().cancel()
-        if self._process is not None and self._process.is_alive():
-            self._process.kill()
 
     async def _watch(self) -> None:
         """A stall must end in an error: a busy engine says something every second, unless a step never ends."""
@@ -183,6 +181,8 @@ class EngineClient:
             silence = time.monotonic() - self._last_heard
             if self._open and self.state in ("ready", "draining") and silence > self.silence_s:
                 self._die(f"the engine has been silent for {silence:.0f} s with {len(self._open)} requests open")
+                if self._process is not None:
+                    self._process.kill()
 
     # ---- requests ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import zmq
+from tqdm import tqdm
 
 from draftloop.config import EngineConfig
 from draftloop.errors import DraftloopError, RequestError
@@ -53,6 +54,7 @@ def run(config: EngineConfig, address: str, log_level: str) -> None:
         signal.signal(name, signal.SIG_IGN)
     log.setup(log_level)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its own is shared by processes, and would be left behind by a kill
     context = zmq.Context()
     socket = connect(context, address)
     try:
