@@ -148,31 +148,33 @@ def judge_logprobs(reports, ids: list[int], logits: np.ndarray, num_top: int) ->
 
 @st.composite
 def asked(draw, index: int) -> SamplingParams:
-    """Parameters that matter to this prompt: they name tokens of its plain answer."""
+    """A few parameters at a time, which matter to this prompt: they name tokens of its plain answer."""
     text = plain_text(index)
     token = st.sampled_from(text)
-    run = st.integers(0, 14).flatmap(
-        lambda i: st.integers(1, 2).map(lambda n: " ".join(f"w{t}" for t in text[i : i + n]))
-    )
+    word = token.map(lambda t: f"w{t}")
+    run = st.tuples(st.integers(0, 8), st.integers(1, 3)).map(lambda at: [f"w{t}" for t in text[at[0] : sum(at)]])
     max_tokens = draw(st.integers(1, 14))
-    some = functools.partial(st.one_of, st.none())
+    values = {
+        "temperature": st.just(0.9),
+        "min_p": st.just(0.01),
+        "presence_penalty": st.sampled_from([1.5, -2]),
+        "frequency_penalty": st.sampled_from([2, -2]),
+        "repetition_penalty": st.sampled_from([1.3, 0.6]),
+        "logit_bias": st.dictionaries(token, st.sampled_from([-100, -4, 3, 100]), min_size=1, max_size=3),
+        "allowed_token_ids": st.lists(token, min_size=1, max_size=8),
+        "bad_words": st.lists(run.map(" ".join), min_size=1, max_size=3),
+        "min_tokens": st.integers(1, max_tokens),
+        "stop_token_ids": st.lists(token, min_size=1, max_size=2),
+        "stop": st.lists(word, min_size=1, max_size=1),
+        "extra_args": st.fixed_dictionaries({"only_token": token, "only_after": st.integers(0, 9)}),
+    }
+    chosen = draw(st.sets(st.sampled_from(sorted(values)), max_size=4))
     return SamplingParams(
-        temperature=draw(st.sampled_from([0, 0, 0, 0.9])),
-        min_p=draw(st.sampled_from([0, 0.01])),
-        presence_penalty=draw(st.sampled_from([0, 0, 1.5, -2])),
-        frequency_penalty=draw(st.sampled_from([0, 0, 2, -2])),
-        repetition_penalty=draw(st.sampled_from([1, 1, 1.3, 0.6])),
-        logit_bias=draw(some(st.dictionaries(token, st.sampled_from([-100, -4, 3, 100]), max_size=3))),
-        allowed_token_ids=draw(some(st.lists(token, min_size=1, max_size=8))),
-        bad_words=draw(st.lists(run, max_size=3)),
-        min_tokens=draw(st.integers(0, max_tokens)),
+        **{"temperature": 0, **{name: draw(values[name]) for name in sorted(chosen)}},
         max_tokens=max_tokens,
-        stop_token_ids=draw(st.lists(token, max_size=2)),
-        stop=draw(st.lists(token.map(lambda t: f"w{t}"), max_size=1)),
         include_stop_str_in_output=draw(st.booleans()),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, None, 0, 3])),
-        extra_args=draw(some(st.fixed_dictionaries({"only_token": token, "only_after": st.integers(0, 9)}))),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -181,7 +183,7 @@ def asked(draw, index: int) -> SamplingParams:
 def batches(draw):
     """Prompts, parameters, and for each what the drafter does: right, wrong or illegal at some places, or silent."""
     indices = draw(st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=5, unique=True))
-    faults = st.dictionaries(st.integers(0, 12), st.sampled_from([-1, -7, VOCAB, VOCAB + 90, 3, 50]), max_size=4)
+    faults = st.dictionaries(st.integers(0, 12), st.sampled_from([-1, -7, VOCAB, VOCAB + 90, 3, 50]), max_size=2)
     return [(index, draw(asked(index)), draw(faults)) for index in indices]
 
 
