@@ -12,15 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from draftloop.drafters.eagle_config import MASK_HIDDEN, EagleConfig
-from heads import config_json, head_config, head_weights, write_head
+from heads import config_json, head_config, head_weights, wide_config, write_head
 from helpers import near_draft
 
 MASK = 151
 
 
-def peagle_config(*, layers: int = 2, **changes: Any) -> EagleConfig:
+def peagle_config(base: EagleConfig | None = None, *, layers: int = 2, **changes: Any) -> EagleConfig:
     """A head for the tiny target: the first layer reads the embedding; its own embeddings, a reduced vocabulary."""
-    base = head_config("eagle3")
+    base = base or head_config("eagle3")
     return replace(
         base,
         **{
@@ -56,6 +56,10 @@ def tiny_peagle(
     """Folder of a head with random weights."""
     config = config or peagle_config()
     return write_head(f"peagle-{name}", peagle_json(config, layout, key), peagle_weights(config))
+
+
+def wide_peagle() -> str:
+    return tiny_peagle("wide", peagle_config(wide_config("eagle3")))
 
 
 @functools.cache

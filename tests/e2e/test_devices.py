@@ -17,6 +17,8 @@ from draftloop.request import SamplingParams
 from gemma4 import gemma4_assistant, gemma4_target
 from heads import wide_head, wide_mtp_target
 from helpers import MODES, answers, assert_all_free, greedy, make_engine, prompts, tiny_model
+from medusa_heads import medusa_config, tiny_medusa
+from parallel import tiny_pard, wide_peagle
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -34,6 +36,7 @@ def near() -> str:
 
 CONFIGS = {
     "none": None,
+    "cascade": {"method": "cascade", "num_speculative_tokens": 3},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
     "dflash": {"method": "dflash", "num_speculative_tokens": 3},
@@ -42,7 +45,12 @@ CONFIGS = {
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
     "gemma4_mtp": {"method": "gemma4_mtp", "num_speculative_tokens": 3},
+    "medusa": {"method": "medusa", "num_speculative_tokens": 3},
+    "pard": {"method": "pard", "num_speculative_tokens": 3},
+    "peagle": {"method": "peagle", "num_speculative_tokens": 3},
 }
+MEANT_FOR_GPU = {"cascade", "medusa", "mtp", "pard", "peagle"}
+"""On a CPU, their own tests and those of all drafters run what these would."""
 WITH_MODELS = {
     "draft_model": near,
     "dflash": functools.partial(wide_block, "dflash"),
@@ -50,17 +58,23 @@ WITH_MODELS = {
     "eagle": functools.partial(wide_head, "eagle"),
     "eagle3": functools.partial(wide_head, "eagle3"),
     "gemma4_mtp": functools.partial(gemma4_assistant, ordered=True, wide=True),
+    "medusa": lambda: tiny_medusa("wide", medusa_config(hidden_size=256)),
+    "pard": lambda: tiny_pard(near()),
+    "peagle": wide_peagle,
 }
 TARGETS = {"mtp": wide_mtp_target, "gemma4_mtp": functools.partial(gemma4_target, wide=True)}
 
 
 def start(device: str, drafter: str, *, beside: str = "", **settings) -> LLM:
     """An engine of the drafter's target, or without one of the target of the drafter `beside` it."""
-    if device == "cpu" and "mtp" in (drafter, beside):
-        pytest.skip("its phases are those of EAGLE, which run here")
+    if device == "cpu" and MEANT_FOR_GPU & {drafter, beside}:
+        pytest.skip("tested elsewhere on a CPU")
     spec = CONFIGS[drafter]
     if drafter in WITH_MODELS:
         spec = {**spec, "model": WITH_MODELS[drafter]()}
+    if drafter == "cascade":
+        parts = {"method": "ngram", "prompt_lookup_min": 1}, {"method": "eagle3", "model": wide_head("eagle3")}
+        spec = {**spec, "drafters": parts}
     folder = TARGETS.get(beside or drafter, target)()
     return make_engine(folder, device=device, speculative_config=spec, cudagraph_capture_sizes=(2, 8), **settings)
 
@@ -107,8 +121,9 @@ def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter,
     core.close()
     generator = torch.Generator().manual_seed(0)
     before = {name: value.clone() for name, value in everything(llm).items()}
-    if llm.engine.drafter.num_drafts:
-        before["num_drafted_M"].clamp_(max=llm.engine.drafter.num_drafts - 1)  # each phase may draft one more
+    for name, value in before.items():
+        if name.endswith("num_drafted_M") and (most := llm.engine.drafter.num_drafts):
+            value.clamp_(max=most - 1)  # each phase may draft one more
     seen = set()
     for key in table.keys():  # noqa: SIM118  not a dict
         results = []
@@ -132,7 +147,7 @@ def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter,
             ours, theirs = value, results[1][name]
             if name.startswith("cache"):  # the null page takes all padding, in no order
                 ours, theirs = ours[:, :, 1:], theirs[:, :, 1:]
-            elif name.endswith(("_M", "_ML", "_MK", "_MN", "_MKV", "_MC", "_MB")):  # so does the padding row
+            elif name.endswith(("_M", "_ML", "_MK", "_MN", "_MKV", "_MC", "_MB", "_MQC")):  # so does the padding row
                 ours, theirs = ours[:-1], theirs[:-1]
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (key, name)
         seen.add(key.mode)

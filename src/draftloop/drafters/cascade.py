@@ -54,6 +54,11 @@ class CascadeDrafter(Drafter):
     options = frozenset({"drafters"})
     samples = True
 
+    _states: list[RowState | None]
+    """What each draws up its drafts in: the row state, but with drafts of its own. None: on the host."""
+    _names: list[dict[str, str]]
+    """What each calls its phases, and what they are called here."""
+
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)
         parts = _parts(spec)
@@ -130,8 +135,11 @@ class CascadeDrafter(Drafter):
 
     def row_memory(self) -> Mapping[str, Tensor]:
         found = {}
-        for name, part in zip(self.drafters, self.parts, strict=True):
-            found |= {f"{name}.{key}": memory for key, memory in part.row_memory().items()}
+        for name, part, own in zip(self.drafters, self.parts, self._states, strict=True):
+            memory = dict(part.row_memory())
+            if own is not None:
+                memory |= {"drafts_MK": own.drafts_MK, "num_drafted_M": own.num_drafted_M}
+            found |= {f"{name}.{key}": value for key, value in memory.items()}
         return found
 
     def draft_on_host(self, rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
@@ -145,37 +153,36 @@ class CascadeDrafter(Drafter):
     # ---- phases -----------------------------------------------------------------------------
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
+        self._states, self._names = [], []
         phases: list[Phase] = []
-        self._names: list[dict[str, str]] = []
-        states: list[RowState | None] = []
-        caches = list(caches)
         for name, part in zip(self.drafters, self.parts, strict=True):
-            own, caches = caches[: len(part.cache_specs())], caches[len(part.cache_specs()) :]
-            if part.on_host:  # what it drafts is in `host_drafts`
-                states.append(None)
+            if part.on_host:  # what it drafts comes in `host_drafts`
+                self._states.append(None)
                 self._names.append({})
                 continue
-            states.append(
-                replace(
-                    state,
-                    drafts_MK=torch.full_like(state.drafts_MK, NO_DRAFT),
-                    num_drafted_M=torch.zeros_like(state.num_drafted_M),
-                )
+            num_caches = len(part.cache_specs())
+            own_caches, caches = caches[:num_caches], caches[num_caches:]
+            own = replace(
+                state,
+                drafts_MK=torch.full_like(state.drafts_MK, NO_DRAFT),
+                num_drafted_M=torch.zeros_like(state.num_drafted_M),
             )
-            made = part.phases(states[-1], own)  # pyrefly: ignore[bad-argument-type]
-            taken = {phase.name for phase in phases}
-            self._names.append({p.name: f"{name}.{p.name}" if p.name in taken else p.name for p in made})
-            phases += [replace(phase, name=self._names[-1][phase.name]) for phase in made]
-        return [*phases, *self._own_phases(state, states)]
+            made, taken = part.phases(own, own_caches), {phase.name for phase in phases}
+            names = {phase.name: f"{name}.{phase.name}" if phase.name in taken else phase.name for phase in made}
+            phases += [replace(phase, name=names[phase.name]) for phase in made]
+            self._states.append(own)
+            self._names.append(names)
+        return [*phases, *self._own_phases(state)]
 
-    def _own_phases(self, state: RowState, states: Sequence[RowState | None]) -> list[Phase]:
-        on_device = [part_state for part_state in states if part_state is not None]
+    def _own_phases(self, state: RowState) -> list[Phase]:
+        states = list(self._states)
+        on_device = [own for own in states if own is not None]
         sampling = next((index for index, part in enumerate(self.parts) if part.sampled), -1)
 
         def begin(launch: Launch, rows: Tensor) -> Mapping[str, Tensor]:
-            for part_state in on_device:
-                part_state.drafts_MK.index_fill_(0, rows.long(), NO_DRAFT)
-                part_state.num_drafted_M.index_fill_(0, rows.long(), 0)
+            for own in on_device:
+                own.drafts_MK.index_fill_(0, rows.long(), NO_DRAFT)
+                own.num_drafted_M.index_fill_(0, rows.long(), 0)
             return {}
 
         def choose(
@@ -184,8 +191,8 @@ class CascadeDrafter(Drafter):
             rows_R = rows.long()
             drafts_RK = torch.full_like(state.drafts_MK[rows_R], NO_DRAFT)
             drafted_by_R = torch.zeros_like(rows)
-            for index, part_state in reversed(list(enumerate(states))):
-                found_RK = host_drafts if part_state is None else part_state.drafts_MK[rows_R]
+            for index, own in reversed(list(enumerate(states))):
+                found_RK = host_drafts if own is None else own.drafts_MK[rows_R]
                 assert found_RK is not None
                 has_R = found_RK[:, 0] != NO_DRAFT
                 drafts_RK = torch.where(has_R[:, None], found_RK, drafts_RK)
