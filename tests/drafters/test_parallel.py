@@ -18,9 +18,9 @@ from draftloop.drafters.kinds import kind_of
 from draftloop.drafters.masks import masked_block
 from draftloop.errors import ConfigError
 from draftloop.request import SamplingParams
-from heads import tiny_head, write_head
+from heads import tiny_head, wide_config, write_head
 from helpers import VOCAB, answers, engine, greedy, make_engine, near_draft, oracle, prompts, run_through, tiny_model
-from parallel import MASK, peagle_config, peagle_json, peagle_weights, tiny_pard, tiny_peagle
+from parallel import MASK, peagle_config, peagle_json, peagle_weights, tiny_pard, tiny_peagle, wide_peagle
 
 BASE = peagle_config()
 CONFIGS: dict[str, EagleConfig] = {
@@ -44,11 +44,14 @@ def peagle(name: str, k: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def peagle_logits(name: str, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
+def peagle_logits(
+    config: EagleConfig, tokens: list[int], k: int, *, target: str | None = None
+) -> tuple[Tensor, Tensor]:
     """Logits [K, W] after `tokens`, the last of which the target has not seen, and the ids that they stand for."""
-    config, weights, target = CONFIGS[name], peagle_weights(CONFIGS[name]), hf_model(tiny_model())
-    other = Reference(config, weights, target.model.embed_tokens.weight, target.lm_head.weight)
-    streams, _ = hf_states(tiny_model(), tokens)
+    target = target or tiny_model()
+    weights, model = peagle_weights(config), hf_model(target)
+    other = Reference(config, weights, model.model.embed_tokens.weight, model.lm_head.weight)
+    streams, _ = hf_states(target, tokens)
     aux = torch.cat([streams[i] for i in config.layer_ids or ()], -1)[: len(tokens) - 1]
     masks = weights[MASK_HIDDEN].reshape(1, -1).expand(k - 1, -1)
     _, logits = other.run(torch.tensor([*tokens[1:], *[MASK] * (k - 1)]), other.fuse(torch.cat([aux, masks])))
@@ -56,14 +59,14 @@ def peagle_logits(name: str, tokens: list[int], k: int) -> tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def pard_logits(tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
+def pard_logits(tokens: list[int], k: int, *, model: str | None = None) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([[*tokens, *[MASK] * (k - 1)]])
-    return hf_model(near_draft())(ids).logits[0, -k:], torch.arange(VOCAB)
+    return hf_model(model or near_draft())(ids).logits[0, -k:], torch.arange(VOCAB)
 
 
 CASES = [
-    *(pytest.param(peagle(name, 5), functools.partial(peagle_logits, name), id=name) for name in CONFIGS),
-    pytest.param(peagle("peagle", 1), functools.partial(peagle_logits, "peagle"), id="one_draft"),
+    *(pytest.param(peagle(name, 5), functools.partial(peagle_logits, CONFIGS[name]), id=name) for name in CONFIGS),
+    pytest.param(peagle("peagle", 1), functools.partial(peagle_logits, BASE), id="one_draft"),
     *(
         pytest.param({"method": "pard", "model": tiny_pard(), "num_speculative_tokens": k}, pard_logits, id=f"pard_{k}")
         for k in (5, 1)
@@ -115,6 +118,42 @@ def test_logits_are_the_references_number_by_number(spec, reference):
 
     run_through(llm, check)
     assert len(set(seen)) > 8
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("method", ["peagle", "pard"])
+def test_the_reference_holds_on_each_device(device, method):
+    """Drafters that every kernel takes. On a GPU, sums in another order may tip a close choice."""
+    target, near = tiny_model("wide", hidden=256), tiny_model("wide-near", hidden=256, noise=0.06)
+    model, reference = {
+        "peagle": (wide_peagle(), functools.partial(peagle_logits, peagle_config(wide_config()), target=target)),
+        "pard": (tiny_pard(near), functools.partial(pard_logits, model=near)),
+    }[method]
+    llm = make_engine(
+        target,
+        device=device,
+        dtype="float32",
+        cudagraph_capture_sizes=(2, 8),
+        async_scheduling=False,  # so that the device is never ahead of what is compared
+        speculative_config={
+            "method": method,
+            "model": model,
+            "num_speculative_tokens": 5,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": 3.0,
+        },
+    )
+    core, state, same = llm.engine.core, llm.engine.core.worker.state, []
+    for prompt in prompts(3):
+        core.add("0", prompt, greedy(20))
+        while not core.idle:
+            core.step()
+            for sequence in core.scheduler.running:
+                logits, ids = reference(sequence.prompt_ids + sequence.output_ids, 5)
+                same.append(state.drafts_MK[sequence.row].tolist() == ids[logits.argmax(-1)].tolist())
+    assert len(same) > 12
+    assert sum(same) >= (0.8 if device == "cuda" else 1.0) * len(same)
+    llm.close()
 
 
 def test_slots_of_a_block():
