@@ -76,7 +76,7 @@ def test_open_suffixes_and_advanced_matches_are_all_that_stood_before(ids):
     for token in ids:
         tree.append(sequence, token)
     expected = [n for n in range(min(DEPTH - 1, len(ids)), 0, -1) if runs([ids], DEPTH)[tuple(ids[-n:])] > 1]
-    assert [match.length for match in sequence.open] == expected
+    assert [length for _, length in sequence.open] == expected
 
     other, context, matches = SuffixTree(DEPTH), GrowingSequence(), []
     for token in [0, 1, 2, 0, 1, 1, 0]:
@@ -84,7 +84,7 @@ def test_open_suffixes_and_advanced_matches_are_all_that_stood_before(ids):
     for token in ids:
         matches = other.advance(matches, token)
     there = runs([context.ids], DEPTH)
-    assert [m.length for m in matches] == [
+    assert [length for _, length in matches] == [
         n for n in range(DEPTH - 1, 0, -1) if there[tuple(ids[-n:])] and n <= len(ids)
     ]
 

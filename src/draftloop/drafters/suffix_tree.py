@@ -48,7 +48,8 @@ class Node:
         """Once more, `token` came after it."""
         self.followed += 1
         self.children[token] = child
-        if self._likeliest is not None and _count(child) > _count(self.children[self._likeliest]):
+        known = self._likeliest
+        if known is not None and known != token and _count(child) > _count(self.children[known]):
             self._likeliest = token
 
     def drop(self, token: int) -> Place:
@@ -66,12 +67,8 @@ class Node:
 
 Place = Node | Run
 
-
-class Match(NamedTuple):
-    """The last `length` tokens of a context, where they stood before."""
-
-    place: Place
-    length: int
+Match = tuple[Place, int]
+"""Where the last tokens of a context stood before, and how many they are. Plain, since there are very many."""
 
 
 class GrowingSequence:
@@ -81,7 +78,7 @@ class GrowingSequence:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self.open: list[Match] = []
+        self.open: list[tuple[Node, int]] = []
 
 
 def _count(place: Place) -> int:
@@ -97,21 +94,21 @@ class SuffixTree:
 
     def append(self, sequence: GrowingSequence, token: int) -> None:
         """Let a sequence, a new one included, grow by a token."""
-        sequence.ids.append(token)
-        suffixes, sequence.open = [*sequence.open, Match(self.root, 0)], []
-        for node, length in suffixes:
-            assert isinstance(node, Node)
+        ids, depth, still_open = sequence.ids, self.depth, []
+        ids.append(token)
+        for node, length in (*sequence.open, (self.root, 0)):
             child = node.children.get(token)
             if child is None:
-                node.add(token, Run(sequence, len(sequence.ids)))
+                node.add(token, Run(sequence, len(ids)))
                 continue  # from here on the leaf grows with its sequence
             if isinstance(child, Node):
                 child.count += 1
             else:
                 child = self._split(child, length + 1)
             node.add(token, child)
-            if length + 1 < self.depth:
-                sequence.open.append(Match(child, length + 1))
+            if length + 1 < depth:
+                still_open.append((child, length + 1))
+        sequence.open = still_open
 
     def _split(self, run: Run, length: int) -> Node:
         """What was seen once is seen again: a node in the place of a leaf."""
@@ -119,8 +116,8 @@ class SuffixTree:
         if length == self.depth:
             return node
         if run.next_token is None:  # the other sequence stands right here
-            run.tokens.open.append(Match(node, length))
-            run.tokens.open.sort(key=lambda match: -match.length)
+            run.tokens.open.append((node, length))
+            run.tokens.open.sort(key=lambda match: -match[1])
         else:
             node.add(run.next_token, run.step())
         return node
@@ -138,8 +135,8 @@ class SuffixTree:
 
     def advance(self, matches: Sequence[Match], token: int) -> list[Match]:
         """The matches of a context that has grown by a token, longest first."""
-        found = []
-        for place, length in [*matches, Match(self.root, 0)]:
+        found: list[Match] = []
+        for place, length in (*matches, (self.root, 0)):
             if length + 1 == self.depth:
                 continue
             if isinstance(place, Run):
@@ -147,7 +144,7 @@ class SuffixTree:
             else:
                 child = place.children.get(token)
             if child is not None:
-                found.append(Match(child, length + 1))
+                found.append((child, length + 1))
         return found
 
 
