@@ -324,7 +324,6 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
                 "method": "cascade",
                 "drafters": [
                     {"method": "scripted", "script": repeat_suffix},
-                    {"method": "draft_model", "model": near_draft(), "draft_sample_method": "greedy"},
                     {"method": "medusa", "model": tiny_medusa("medusa")},
                 ],
                 "num_speculative_tokens": 3,
