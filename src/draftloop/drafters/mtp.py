@@ -33,7 +33,8 @@ class MtpDrafter(PairDrafter[MtpConfig, MtpModule]):
         if spec.model not in (None, target.name):
             raise ConfigError(
                 f"speculative method 'mtp' drafts with what is in the checkpoint of {target.name!r}, but 'model' is "
-                f"{spec.model!r}; leave it out, or use the method that {spec.model!r} was made for"
+                f"{spec.model!r}; leave it out, or use the method that it was made for ('gemma4_mtp' for an assistant "
+                "of Gemma 4)"
             )
         self.names = dict[str, str]()
         if target.folder is None or target.load_format == "dummy":

@@ -23,7 +23,8 @@ from draftloop.models.rope import cos_sin_table
 class MtpModule(torch.nn.Module):
     """Predicts the token after the next one from a token and the target's (or its own) hidden state before it.
 
-    Both hidden states are those after a final norm, so the module's own takes the place of the target's.
+    Both hidden states are those after a final norm, so the module's own takes the place of the target's. So it is
+    in transformers, whatever the family; vLLM hands on that of DeepSeek's modules as it is before the norm.
     `embed_tokens` and `lm_head` are the target's where the module has none: give them as arguments.
     """
 
