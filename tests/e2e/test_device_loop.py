@@ -63,6 +63,20 @@ def slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the same tokens ------------------------------------------------------------------------
 
 
+def test_rows_with_penalties_are_repeated_and_those_whose_steps_need_the_host_are_not():
+    asked = prompts(4)
+    params = [greedy(20, presence_penalty=1, min_tokens=4), greedy(20, frequency_penalty=-1), greedy(20), greedy(12)]
+    expected = answers(engine(cudagraph_mode="NONE").generate(asked, params))
+    loop = looping()
+    loop.reset_graph_counts()
+    assert answers(loop.generate(asked, params)) == expected
+    assert iterations(loop) > 0
+    loop.reset_graph_counts()
+    reported = [*params[:3], greedy(70, logprobs=1)]
+    assert answers(loop.generate(asked, reported))[:3] == expected[:3]
+    assert iterations(loop) == 0, "each step brings logprobs to the host"
+
+
 @pytest.mark.parametrize(("steps", "overlap"), [(2, False), (5, True), (64, False)])
 @pytest.mark.parametrize(("name", "index"), [*REPEATING, ("none", 0)])
 def test_tokens_are_those_of_the_phases_one_by_one(name, index, steps, overlap):

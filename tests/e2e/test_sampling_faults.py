@@ -274,3 +274,36 @@ def test_a_drafter_that_computes_nonsense_costs_speed_and_nothing_else():
     texts = answers(llm.generate(asked, sampled))
     assert all(0 <= token < VOCAB for text in texts for token in text)
     assert all(len(text) == 16 for text in texts)
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_what_a_cpu_says_whatever_is_asked_for():
+    """All parameters through phases, through a whole step as one graph, and through a loop on the device."""
+    asked = prompts(6)
+    params = [
+        greedy(20, presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.2),
+        greedy(20, allowed_token_ids=list(range(0, VOCAB, 2)), min_tokens=3),
+        greedy(20, logit_bias={5: 4.0, 7: -100}),
+        greedy(20),
+        greedy(20, logprobs=3, prompt_logprobs=2, presence_penalty=-1),
+        greedy(20, logprobs=0),
+    ]
+    expected = engine(cudagraph_mode="NONE").generate(asked, params)
+    spec = {**SELF_DRAFT, "model": near_draft()}
+    for settings in ({"iteration_graph": False}, {"iteration_graph": True}, {"device_loop": 16}):
+        llm = make_engine(
+            device="cuda", dtype="float32", speculative_config=spec, cudagraph_capture_sizes=(2, 8), **settings
+        )
+        outputs = llm.generate(asked, params)
+        assert answers(outputs) == answers(expected)
+        for mine, theirs in zip(outputs[4:], expected[4:], strict=True):
+            for reports, others in (
+                (mine.outputs[0].logprobs, theirs.outputs[0].logprobs),
+                (mine.prompt_logprobs or [], theirs.prompt_logprobs or []),
+            ):
+                for report, other in zip(reports, others, strict=True):
+                    values, exact = ([entry.logprob for entry in (x or {}).values()] for x in (report, other))
+                    assert values == pytest.approx(exact, abs=2e-3)
+        assert answers(llm.generate(asked[:4], params[:4])) == answers(expected[:4]), "nothing reported: whole steps"
+        assert_all_free(llm)
+        llm.close()

@@ -38,15 +38,16 @@ def constrain(
     rules = state.constraints
     assert rules is not None
     at = BlockPositions.gather(state, rows_R, logits_RQV.shape[1] - 1, lengths_R)
-    logits_RQV = _mask(rules, at, logits_RQV.to(torch.float32))
-    logits_RQV = _forbid_bad_words(rules, at, logits_RQV)
-    logits_RQV = _add_bias(rules, at, logits_RQV)
+    logits_RQV = logits_RQV.to(torch.float32, copy=True)
+    _mask(rules, at, logits_RQV)
+    _forbid_bad_words(rules, at, logits_RQV)
+    _add_bias(rules, at, logits_RQV)
     for processor in processors:
         logits_RQV = processor.apply(logits_RQV, at)
     return _penalise(rules, at, logits_RQV)
 
 
-def _mask(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> Tensor:
+def _mask(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> None:
     num_positions, vocab = logits_RQV.shape[1:]
     index_Q = torch.arange(num_positions, device=logits_RQV.device)
     least_R = rules.min_length_M.index_select(0, at.rows_R)
@@ -54,24 +55,25 @@ def _mask(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> Tens
     allowed_RW, early_RW = (mask.index_select(0, at.rows_R) for mask in (rules.allowed_MW, rules.early_MW))
     words_RQW = torch.where(is_early_RQ[..., None], early_RW[:, None], allowed_RW[:, None])
     words_RQW = words_RQW & rules.grammar_MQW.index_select(0, at.rows_R)[:, :num_positions]
-    return logits_RQV.masked_fill(~unpack(words_RQW, vocab), NEVER)
+    logits_RQV.masked_fill_(~unpack(words_RQW, vocab), NEVER)
 
 
-def _forbid_bad_words(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> Tensor:
+def _forbid_bad_words(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> None:
     words_RSN = rules.bad_words_MSN.index_select(0, at.rows_R).long()
     before_RSN, last_RS = words_RSN[:, :, :-1], words_RSN[:, :, -1]
     said_RQN = at.last_outputs(before_RSN.shape[2])
     is_said_RQS = ((before_RSN[:, None] == NO_ID) | (before_RSN[:, None] == said_RQN[:, :, None])).all(-1)
-    change_RQS = torch.where(is_said_RQS & (last_RS >= 0)[:, None], NEVER, 0.0)
-    return logits_RQV.scatter_add(2, last_RS.clamp(min=0)[:, None].expand(change_RQS.shape), change_RQS)
+    is_next_RQS = is_said_RQS & (last_RS >= 0)[:, None]
+    change_RQS = logits_RQV.new_zeros(is_next_RQS.shape).masked_fill_(is_next_RQS, NEVER)
+    logits_RQV.scatter_add_(2, last_RS.clamp(min=0)[:, None].expand(change_RQS.shape), change_RQS)
 
 
-def _add_bias(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> Tensor:
+def _add_bias(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> None:
     ids_RB = rules.bias_ids_MB.index_select(0, at.rows_R).long()
     bias_RB = torch.where(ids_RB >= 0, rules.bias_MB.index_select(0, at.rows_R), 0.0)
     shape = (-1, logits_RQV.shape[1], -1)
     # ids are distinct, so nothing depends on the order of the additions
-    return logits_RQV.scatter_add(2, ids_RB.clamp(min=0)[:, None].expand(shape), bias_RB[:, None].expand(shape))
+    logits_RQV.scatter_add_(2, ids_RB.clamp(min=0)[:, None].expand(shape), bias_RB[:, None].expand(shape))
 
 
 def _penalise(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ def _penalise(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> 
     known_RQK, outputs_RQK = (count.gather(1, ids_RK)[:, None] + more_RQK for count in (known_RV, outputs_RV))
     ids_RQK = ids_RK[:, None].expand(more_RQK.shape)
     again_RQK = _penalty(logits_RQV.gather(2, ids_RQK), known_RQK, outputs_RQK, *penalties)
-    return penalised_RQV.scatter(2, ids_RQK, again_RQK)  # copies of one id get the same value
+    return penalised_RQV.scatter_(2, ids_RQK, again_RQK)  # copies of one id get the same value
 
 
 def _penalty(x: Tensor, known: Tensor, outputs: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor):
