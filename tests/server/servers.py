@@ -30,7 +30,6 @@ TEMPLATE = (
     "{% if tools %}[tools {{ tools | length }}]{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 LIMITS = ["--max-model-len", "2048", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(1 << 23), "--device", "cpu"]
-LIMITS += ["--engine-silence-s", "15"]
 
 EAGER = ["--enforce-eager", "--spec-tokens", "0"]
 """Starts sooner; for what has nothing to do with either."""
@@ -167,9 +166,12 @@ def events(response: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def running(*arguments: str, script: str | None = None, ready: bool = True, **environment: str) -> Iterator[Server]:
+def running(
+    *arguments: str, script: str | None = None, ready: bool = True, silence_s: int = 15, **environment: str
+) -> Iterator[Server]:
     """A server over the byte model; `script` is the file of a scripted drafter's answers."""
     command = [sys.executable, "-m", "draftloop", "serve"] if script is None else [sys.executable, __file__]
+    limits = [*LIMITS, "--engine-silence-s", str(silence_s)]
     log = Path(tempfile.mkdtemp(prefix="draftloop-tests-")) / "log"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     if script is not None:
@@ -177,7 +179,7 @@ def running(*arguments: str, script: str | None = None, ready: bool = True, **en
         environ["TESTS_SCRIPT"] = script
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, byte_model(), "--port", "0", *LIMITS, *arguments], stdout=out, stderr=out, env=environ
+            [*command, byte_model(), "--port", "0", *limits, *arguments], stdout=out, stderr=out, env=environ
         )
     server = Server(process, log)
     try:

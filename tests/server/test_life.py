@@ -211,3 +211,56 @@ def test_b60_counts_of_a_drafter_that_is_right_twice_in_three(tmp_path):
         assert growth("vllm:generation_tokens_total") == sum(
             a["usage"]["completion_tokens"] for a in (right, wrong, silent)
         )
+
+
+# ---- traffic --------------------------------------------------------------------------------
+
+
+def test_b58_long_conversations_of_many_clients_go_on_and_a_stall_ends_in_an_error():
+    """A server that falls silent under load, without an error."""
+    with running("--enforce-eager", "--spec-method", "ngram", "--spec-tokens", str(K), silence_s=4) as server:
+        before = server.metrics()
+        with ThreadPoolExecutor(16) as pool:
+            usages = [usage for found in pool.map(lambda i: _converse(server, i), range(8)) for usage in found]
+        after = server.metrics()
+        for name, key in (("generation", "completion_tokens"), ("prompt", "prompt_tokens")):
+            growth = after[f"vllm:{name}_tokens_total"] - before[f"vllm:{name}_tokens_total"]
+            assert growth == sum(usage[key] for usage in usages)
+
+        with ThreadPoolExecutor(16) as pool:  # every third client goes away in the middle
+            assert sum(pool.map(lambda i: _read_some(server, i), range(48))) == 32
+        server.assert_all_free()
+
+        connection, found = start(server)
+        with closing(connection):
+            os.kill(server.engine_pid, signal.SIGSTOP)
+            last = list(found)[-2:]
+        assert "the engine has been silent for" in last[0]["error"]["message"]
+        assert server.request("GET", "/health")[0] == 503
+
+
+def _converse(server, client: int, num_turns: int = 6) -> list[dict[str, int]]:
+    """A conversation that grows; what each turn used."""
+    messages, usages = [], []
+    for turn in range(num_turns):
+        messages.append({"role": "user", "content": f"turn {turn} of client {client}"})
+        body = {"messages": messages, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "seed": client}
+        answer = server.post("/v1/chat/completions", body)
+        choice, usage = answer["choices"][0], answer["usage"]
+        assert len(choice["token_ids"]) == usage["completion_tokens"] == 8
+        assert len(answer["prompt_token_ids"]) == usage["prompt_tokens"]
+        messages.append({"role": "assistant", "content": choice["message"]["content"]})
+        usages.append(usage)
+    return usages
+
+
+def _read_some(server, client: int) -> bool:
+    """A stream; every third client reads a few pieces of it only. True if all was read."""
+    connection, found = start(server, max_tokens=30, prompt=[client + 1] * 4)
+    with closing(connection):
+        if client % 3 == 0:
+            next(found)
+            return False
+        *_, last, done = found
+        assert done == "[DONE]"
+        return last["choices"][0]["finish_reason"] == "length"
