@@ -10,7 +10,11 @@ from pathlib import Path
 import openai
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from servers import EOS, K, byte_model, running
+
+from draftloop.server.protocol import ChatRequest, CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -377,3 +381,34 @@ def test_an_end_token_ends_an_answer_and_is_counted(server):
     choice = answer["choices"][0]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [EOS], "stop")
     assert answer["usage"]["completion_tokens"] == 1
+
+
+# ---- anything at all ------------------------------------------------------------------------
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False),
+    st.sampled_from(["", "x", "\ud800", "\0", "json_object"]),
+    st.lists(st.integers(-2, 300), max_size=3),
+    st.lists(st.sampled_from(["", "ab"]), max_size=2),
+    st.dictionaries(
+        st.sampled_from(["type", "1", "regex", "include_usage", "enabled"]), st.integers(-1, 2), max_size=2
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_request_is_an_internal_error(server, data):
+    path, model = data.draw(st.sampled_from([(COMPLETIONS, CompletionRequest), (CHAT, ChatRequest)]))
+    fields = data.draw(st.dictionaries(st.sampled_from(sorted(model.model_fields)), VALUES, min_size=1, max_size=3))
+    least = {"prompt": "x", "max_tokens": 1} if path == COMPLETIONS else {"messages": MESSAGES, "max_tokens": 1}
+    body = {**least, **fields}
+    if not isinstance(body["max_tokens"], int) or body["max_tokens"] > 4:
+        body["max_tokens"] = 2
+    status, _, answer = server.request("POST", path, body)
+    assert status in (200, 400, 404), answer
+    if status != 200:
+        assert json.loads(answer)["error"]["message"]
