@@ -203,7 +203,7 @@ def same(one: CompletionOutput, other: CompletionOutput) -> None:
         assert next(iter(mine.values())).logprob == pytest.approx(next(iter(theirs.values())).logprob, abs=2e-3)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batch=batches())
 def test_whatever_is_drafted_every_token_is_what_the_request_asked_for(batch):
     llm = judged_engine()
@@ -222,8 +222,8 @@ def test_whatever_is_drafted_every_token_is_what_the_request_asked_for(batch):
 
 @pytest.mark.parametrize("drafter", ["scripted", "draft_model", "block"])
 def test_sampled_tokens_follow_what_the_parameters_leave_of_the_model(drafter):
-    """1000 answers of three tokens against the exact probabilities of each, by chi-square."""
-    index, count = 5, 1000
+    """800 answers of three tokens against the exact probabilities of each, by chi-square."""
+    index, count = 5, 800
     prompt, text = PROMPTS[index], plain_text(index)
     allowed = sorted({*text[:2], prompt[0], prompt[-1], 3})
     base = {"temperature": 4.0, "max_tokens": 3, "allowed_token_ids": allowed, "ignore_eos": True}
@@ -259,5 +259,5 @@ def test_sampled_tokens_follow_what_the_parameters_leave_of_the_model(drafter):
     expected = [*(exact[tokens] * count for tokens in frequent), rest * count]
     if rest * count < 5:
         observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
-    assert len(observed) > 12
+    assert len(observed) >= 10
     assert stats.chisquare(observed, expected).pvalue > 1e-4
