@@ -13,6 +13,9 @@ from draftloop.errors import RequestError, nearest
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Ways to say what the output must look like."""
 
+LARGEST = 2**31 - 1
+"""Of what a request counts; the device counts in 32 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
@@ -53,7 +56,8 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             need(value is None or (isinstance(value, str) and bool(value)), name, "a text that is not empty")
         need(self.json_object in (None, True, False), "json_object", "true or false")
-        texts = self.choice is None or all(isinstance(text, str) and text for text in self.choice)
+        choice = self.choice
+        texts = choice is None or (isinstance(choice, tuple) and all(isinstance(t, str) and t for t in choice))
         need(texts, "choice", "a list of texts that are not empty")
         need(self.after_token_id is None or _is_id(self.after_token_id), "after_token_id", "a token id >= 0")
 
@@ -61,9 +65,6 @@ class StructuredOutputsParams:
     def kind(self) -> str:
         """Which of the six was given."""
         return next(name for name in GRAMMAR_KINDS if getattr(self, name) not in (None, False))
-
-
-GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +135,15 @@ class SamplingParams:
         def need_count(name: str, least: int = 0) -> None:
             value = getattr(self, name)
             need(value is None or (_is_int(value) and value >= least), name, f"an integer >= {least}")
+            need(value is None or value <= LARGEST, name, f"at most {LARGEST}")
 
         need(_is_number(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0")
+        for name in ("temperature", "repetition_penalty"):
+            value = getattr(self, name)
+            need(not _is_number(value) or value <= LARGEST, name, f"at most {LARGEST}")
         need(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
         need(_is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer >= 1, or 0 or -1 for all")
+        need(self.top_k <= LARGEST, "top_k", f"at most {LARGEST}")
         need(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -221,11 +227,11 @@ def _is_int(value: object) -> bool:
 
 
 def _is_id(value: object) -> bool:
-    return _is_int(value) and value >= 0  # type: ignore[operator]
+    return _is_int(value) and 0 <= value <= LARGEST  # type: ignore[operator]
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -303,6 +303,15 @@ def test_loglikelihoods_as_lm_eval_asks_for_them_are_those_of_transformers(serve
         (COMPLETIONS, {"prompt": [[]]}, "prompt", "empty"),
         (COMPLETIONS, {"prompt": None}, "prompt", "required"),
         (COMPLETIONS, {"speculative": {"num_tokens": 2}}, "num_tokens", "unknown"),
+        (COMPLETIONS, {"top_k": 2**40}, "top_k", "at most"),
+        (COMPLETIONS, {"temperature": 1e300}, "temperature", "at most"),
+        (COMPLETIONS, {"prompt": "half \ud800"}, "prompt", "half a character"),
+        (COMPLETIONS, {"prompt": [2**70]}, None, "cannot be passed on"),
+        (COMPLETIONS, {"stop": "\ud800"}, None, "cannot be passed on"),
+        (COMPLETIONS, {"\ud800": 1}, "\ud800", "unknown parameter"),
+        (COMPLETIONS, {"request_id": "a\nb"}, "request_id", "printable"),
+        (COMPLETIONS, {"structured_outputs": {"choice": "x"}}, "structured_outputs", "a list of texts"),
+        (COMPLETIONS, {"structured_outputs": {"json": {"n": 2**70}}}, None, "cannot be passed on"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url'"),
         (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
@@ -391,7 +400,7 @@ VALUES = st.one_of(
     st.integers(-(2**70), 2**70),
     st.floats(allow_nan=False),
     st.sampled_from(["", "x", "\ud800", "\0", "json_object"]),
-    st.lists(st.integers(-2, 300), max_size=3),
+    st.lists(st.integers(-2, 300) | st.just(2**70), max_size=3),
     st.lists(st.sampled_from(["", "ab"]), max_size=2),
     st.dictionaries(
         st.sampled_from(["type", "1", "regex", "include_usage", "enabled"]), st.integers(-1, 2), max_size=2
@@ -399,7 +408,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_no_request_is_an_internal_error(server, data):
     path, model = data.draw(st.sampled_from([(COMPLETIONS, CompletionRequest), (CHAT, ChatRequest)]))

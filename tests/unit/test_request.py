@@ -45,6 +45,13 @@ NAN = float("nan")
         ("stop_token_ids", [-1], ">= 0"),
         ("extra_args", 3, "a mapping"),
         ("structured_outputs", 3, "a dict"),
+        # what the device's 32 bits cannot hold
+        ("top_k", 2**31, "at most"),
+        ("max_tokens", 2**31, "at most"),
+        ("stop_token_ids", [2**31], "token ids"),
+        ("temperature", 1e300, "at most"),
+        ("temperature", 10**400, "at most"),
+        ("repetition_penalty", 1e300, "at most"),
     ],
 )
 def test_every_bad_value_is_refused_with_its_name_and_what_fits(name, value, limit):

@@ -40,8 +40,9 @@ def chat_router(serving: Serving) -> APIRouter:
         params, ids = body.sampling_params(), await serving.encode(text, add_special_tokens=body.add_special_tokens)
         plan = _ParserPlan(serving, body, text)
         params = plan.constrain(params)
+        id = response_id("chatcmpl", body, http)
         reply = await serving.start(body, [ids], params)
-        chat = _Chat(serving, body, reply, response_id("chatcmpl", body, http), ids, plan)
+        chat = _Chat(serving, body, reply, id, ids, plan)
         if body.stream:
             return EventStream(reply, chat.stream())
         return await unless_gone(http, reply, chat.whole())

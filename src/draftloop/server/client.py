@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -35,6 +36,7 @@ from draftloop.server.messages import (
     Refused,
     ToEngine,
     Update,
+    check_params,
     decode_from_engine,
     encode,
     merge,
@@ -211,14 +213,25 @@ class EngineClient:
         if not self._open:
             self._last_heard = now  # an idle engine may be silent
         answers = Answers(self, arrived=now)
-        for at, prompt_ids in enumerate(prompts):
-            for index in range(params.n):
-                one = f"{request_id}-{at * params.n + index}"
-                answers.request_ids.append(one)
-                self._open[one] = answers, at * params.n + index
-                self._send(
-                    Add(request_id=one, prompt_ids=prompt_ids, params=params.answer(index), speculation=speculation)
-                )
+        requests = [
+            Add(
+                request_id=f"{request_id}-{at * params.n + index}",
+                prompt_ids=prompt_ids,
+                params=params.answer(index),
+                speculation=speculation,
+            )
+            for at, prompt_ids in enumerate(prompts)
+            for index in range(params.n)
+        ]
+        try:
+            check_params(params)  # nothing that the engine cannot read may reach it
+            encoded = [encode(request) for request in requests]
+        except (OverflowError, TypeError, UnicodeEncodeError, msgspec.MsgspecError) as error:
+            raise RequestError(f"the request holds a value that cannot be passed on: {error}") from error
+        for index, (request, data) in enumerate(zip(requests, encoded, strict=True)):
+            answers.request_ids.append(request.request_id)
+            self._open[request.request_id] = answers, index
+            self._send_bytes(data)
         try:
             await answers.wait_until_accepted()
         except BaseException:
@@ -249,8 +262,11 @@ class EngineClient:
     # ---- messages ---------------------------------------------------------------------------
 
     def _send(self, message: ToEngine) -> None:
+        self._send_bytes(encode(message))
+
+    def _send_bytes(self, data: bytes) -> None:
         if self._socket is not None and self.state != "dead":
-            self._socket.send(encode(message))  # at once, since the pair has no high-water mark
+            self._socket.send(data)  # at once, since the pair has no high-water mark
 
     async def _listen(self) -> None:
         assert self._socket is not None

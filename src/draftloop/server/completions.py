@@ -35,8 +35,9 @@ def completions_router(serving: Serving) -> APIRouter:
         ids = given_ids or [await serving.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]
         if body.echo and not texts:
             texts = [serving.tokenizer.decode(one) for one in ids]
+        id = response_id("cmpl", body, http)
         reply = await serving.start(body, ids, params)
-        completion = _Completion(serving, body, params, reply, response_id("cmpl", body, http), texts, ids)
+        completion = _Completion(serving, body, params, reply, id, texts, ids)
         if body.stream:
             return EventStream(reply, completion.stream())
         return await unless_gone(http, reply, completion.whole())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from draftloop.errors import RequestError, nearest
 from draftloop.request import SamplingParams
@@ -19,7 +20,7 @@ from draftloop.server.client import BusyError, EngineUnavailableError
 RETRY_AFTER_S = 1
 """What a client that came at a busy time is told to wait."""
 
-_PARAMETERS = {field.name for field in fields(SamplingParams)} | {"prompt", "messages"}
+_PARAMETERS = {field.name for field in fields(SamplingParams)} | {"prompt", "messages", "tokens"}
 
 
 class ApiError(Exception):
@@ -40,8 +41,10 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str] | None:
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else None
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, status_code=self.status, headers=self.headers)
+    def response(self) -> Response:
+        # escaped, since a message may hold whatever the client has sent
+        text = json.dumps(self.body)
+        return Response(text, status_code=self.status, headers=self.headers, media_type="application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -74,18 +77,18 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(BusyError)
     @app.exception_handler(EngineUnavailableError)
     @app.exception_handler(RequestError)
-    async def failed(request: Request, error: Exception) -> JSONResponse:
+    async def failed(request: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+    async def refused(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         return _validation_error(error.errors()[0]).response()
 
 

@@ -158,3 +158,10 @@ FromEngine = Ready | Failed | Accepted | Refused | Progress | Graphs
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+_decode_params = msgspec.msgpack.Decoder(SamplingParams).decode
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raises what the other side would raise on reading them: their fields' types are not all checked before."""
+    _decode_params(encode(params))

@@ -92,7 +92,10 @@ def read_template(given: str | None) -> str | None:
 
 def response_id(prefix: str, request: Sampling, http: Request) -> str:
     """The request's own id where it brings one."""
-    return f"{prefix}-{request.request_id or http.headers.get('x-request-id') or uuid.uuid4().hex}"
+    given = request.request_id or http.headers.get("x-request-id")
+    if given is not None and not (len(given) <= 256 and given.isascii() and given.isprintable()):
+        raise ApiError(400, "request_id must be printable ASCII of at most 256 characters", param="request_id")
+    return f"{prefix}-{given or uuid.uuid4().hex}"
 
 
 class Gone(Response):

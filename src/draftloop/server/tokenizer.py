@@ -40,7 +40,10 @@ class ServerTokenizer:
                 f"the prompt has {len(text)} characters; more than {most} never fit into max_model_len "
                 f"{self._max_model_len}"
             )
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:  # only with unpaired surrogates, which JSON can hold
+            raise RequestError("the prompt is no valid Unicode text: it holds half a character") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text with special tokens. Raises RequestError for ids that the tokenizer does not know."""
