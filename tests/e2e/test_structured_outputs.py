@@ -35,6 +35,17 @@ GRAMMARS = {
     "json text": {"json": json.dumps(SCHEMA), **COMPACT},
     "regex": {"regex": "[a-c]{2,5}-[0-9]{1,3}(x|yy)"},
     "choice": {"choice": ["yes", "no", 'a "quoted" one', "yesterday"]},
+    "structural_tag": {
+        "structural_tag": {
+            "type": "structural_tag",
+            "format": {
+                "type": "tag",
+                "begin": "<call>",
+                "content": {"type": "json_schema", "json_schema": {"enum": ["left", "right"]}},
+                "end": "</call>",
+            },
+        }
+    },
     "grammar": {"grammar": 'root ::= "<" item ("," item){0,2} ">"\nitem ::= [a-f]+ ";"'},
 }
 
@@ -45,6 +56,8 @@ def valid(name: str, text: str) -> bool:
         return found["name"] in ("ab", "abc", "xyz") and 1 <= found["n"] <= 30 and len(found) == 2
     if name == "choice":
         return text in GRAMMARS["choice"]["choice"]
+    if name == "structural_tag":
+        return text in ('<call>"left"</call>', '<call>"right"</call>')
     pattern = GRAMMARS["regex"]["regex"] if name == "regex" else "<[a-f]+;(,[a-f]+;){0,2}>"
     return re.fullmatch(pattern, text) is not None
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftloop.errors import ConfigError, RequestError
-from draftloop.kvcache.constraint_rows import ConstraintRows, num_words, pack, unpack
+from draftloop.kvcache.constraint_rows import ConstraintRows, forbidden, num_words, pack
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.request import SamplingParams
 from draftloop.sampling.constraints import constrain
@@ -23,9 +23,15 @@ VOCAB, ROWS, K, ENDS = 37, 3, 3, (5, 36)
 CPU = torch.device("cpu")
 
 
-def make_state() -> RowState:
+def make_state(max_model_len: int = 24) -> RowState:
     return RowState.create(
-        num_rows=ROWS, max_model_len=24, num_drafts=K, page_size=4, draft_vocab=0, device=CPU, vocab_size=VOCAB
+        num_rows=ROWS,
+        max_model_len=max_model_len,
+        num_drafts=K,
+        page_size=4,
+        draft_vocab=0,
+        device=CPU,
+        vocab_size=VOCAB,
     )
 
 
@@ -57,9 +63,10 @@ def requests(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(batch=st.lists(requests(), min_size=1, max_size=ROWS), seed=st.integers(0, 99))
-def test_every_position_is_as_if_its_drafts_had_been_produced_one_by_one(batch, seed):
-    state = make_state()
+@given(batch=st.lists(requests(), min_size=1, max_size=ROWS), seed=st.integers(0, 99), length=st.sampled_from([24, 64]))
+def test_every_position_is_as_if_its_drafts_had_been_produced_one_by_one(batch, seed, length):
+    """Also where a row may be longer than the vocabulary is large."""
+    state = make_state(length)
     noise = torch.Generator().manual_seed(seed)
     state.tokens_ML[:ROWS] = torch.randint(-5, 500, state.tokens_ML[:ROWS].shape, generator=noise)  # what was there
     for row, (one, prompt, output, drafts, bad_words) in enumerate(batch):
@@ -112,7 +119,7 @@ def test_masks_are_packed_with_the_lowest_id_in_the_lowest_bit(allowed):
     assert packed.shape == (num_words(len(allowed)),)
     for i, bit in enumerate(allowed):
         assert (int(packed[i // 32]) >> (i % 32) & 1) == bit
-    assert unpack(packed, len(allowed)).tolist() == allowed
+    assert forbidden(packed, len(allowed)).tolist() == [not bit for bit in allowed]
 
 
 # ---- custom processors ----------------------------------------------------------------------

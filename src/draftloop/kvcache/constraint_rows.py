@@ -145,7 +145,7 @@ def pack(mask: Tensor) -> Tensor:
     return bits.sum(-1).to(torch.int32)
 
 
-def unpack(words: Tensor, size: int) -> Tensor:
-    """bool [.., size] from int32 [.., W]."""
-    bits = (words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
-    return bits.bool().flatten(-2)[..., :size]
+def forbidden(words: Tensor, size: int) -> Tensor:
+    """bool [.., size] from int32 [.., W]: True where the bit is not set."""
+    bits = torch.ones(32, dtype=torch.int32, device=words.device) << torch.arange(32, device=words.device)
+    return ((words[..., None] & bits.to(torch.int32)) == 0).flatten(-2)[..., :size]

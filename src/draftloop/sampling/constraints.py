@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from draftloop.kvcache.constraint_rows import NO_ID, ConstraintRows, unpack
+from draftloop.kvcache.constraint_rows import NO_ID, ConstraintRows, forbidden
 from draftloop.kvcache.rows import RowState
 from draftloop.sampling.logits_processors import BlockPositions, LogitsProcessor
 
@@ -44,7 +44,8 @@ def constrain(
     _add_bias(rules, at, logits_RQV)
     for processor in processors:
         logits_RQV = processor.apply(logits_RQV, at)
-    return _penalise(rules, at, logits_RQV)
+    _penalise(rules, at, logits_RQV)
+    return logits_RQV
 
 
 def _mask(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> None:
@@ -55,7 +56,7 @@ def _mask(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> None
     allowed_RW, early_RW = (mask.index_select(0, at.rows_R) for mask in (rules.allowed_MW, rules.early_MW))
     words_RQW = torch.where(is_early_RQ[..., None], early_RW[:, None], allowed_RW[:, None])
     words_RQW = words_RQW & rules.grammar_MQW.index_select(0, at.rows_R)[:, :num_positions]
-    logits_RQV.masked_fill_(~unpack(words_RQW, vocab), NEVER)
+    logits_RQV.masked_fill_(forbidden(words_RQW, vocab), NEVER)
 
 
 def _forbid_bad_words(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> None:
@@ -76,8 +77,8 @@ def _add_bias(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> 
     logits_RQV.scatter_add_(2, ids_RB.clamp(min=0)[:, None].expand(shape), bias_RB[:, None].expand(shape))
 
 
-def _penalise(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> Tensor:
-    num_rows, _, vocab = logits_RQV.shape
+def _penalise(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> None:
+    num_rows, num_positions, vocab = logits_RQV.shape
     index_L = torch.arange(at.tokens_RL.shape[1], device=logits_RQV.device)
     is_known_RL = index_L < at.lengths_R[:, None]
     is_output_RL = is_known_RL & (index_L >= at.num_prompt_R[:, None])
@@ -87,18 +88,25 @@ def _penalise(rules: ConstraintRows, at: BlockPositions, logits_RQV: Tensor) -> 
     outputs_RV = zeros_RV.scatter_add(1, ids_RL, is_output_RL.float())
     penalties = [x.index_select(0, at.rows_R)[:, None, None] for x in (rules.repetition_M, rules.frequency_M)]
     penalties.append(rules.presence_M.index_select(0, at.rows_R)[:, None, None])
-    penalised_RQV = _penalty(logits_RQV, known_RV[:, None], outputs_RV[:, None], *penalties)
-    if at.drafts_RK.shape[1] == 0:
-        return penalised_RQV
-    # drafts count for the positions behind them; only their own ids differ from the above
+
+    # drafts count for the positions behind them; of a block, only their own ids differ from what the row has
     is_real_RK = (at.drafts_RK >= 0) & (at.drafts_RK < vocab)
     ids_RK = at.drafts_RK.clamp(0, vocab - 1)
     is_same_RKK = (ids_RK[:, :, None] == ids_RK[:, None]) & is_real_RK[:, :, None]
     more_RQK = F.pad(is_same_RKK.float().cumsum(1), (0, 0, 1, 0))
     known_RQK, outputs_RQK = (count.gather(1, ids_RK)[:, None] + more_RQK for count in (known_RV, outputs_RV))
     ids_RQK = ids_RK[:, None].expand(more_RQK.shape)
-    again_RQK = _penalty(logits_RQV.gather(2, ids_RQK), known_RQK, outputs_RQK, *penalties)
-    return penalised_RQV.scatter_(2, ids_RQK, again_RQK)  # copies of one id get the same value
+    drafted_RQK = _penalty(logits_RQV.gather(2, ids_RQK), known_RQK, outputs_RQK, *penalties)
+
+    # only tokens that are there change: of short rows that is much less than the vocabulary
+    if ids_RL.shape[1] < vocab:
+        known_RL, outputs_RL = known_RV.gather(1, ids_RL), outputs_RV.gather(1, ids_RL)
+        ids_RQL = ids_RL[:, None].expand(-1, num_positions, -1)
+        said_RQL = _penalty(logits_RQV.gather(2, ids_RQL), known_RL[:, None], outputs_RL[:, None], *penalties)
+        logits_RQV.scatter_(2, ids_RQL, said_RQL)  # copies of one id get the same value, here and below
+    else:
+        logits_RQV.copy_(_penalty(logits_RQV, known_RV[:, None], outputs_RV[:, None], *penalties))
+    logits_RQV.scatter_(2, ids_RQK, drafted_RQK)
 
 
 def _penalty(x: Tensor, known: Tensor, outputs: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor):
