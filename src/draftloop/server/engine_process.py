@@ -108,13 +108,11 @@ class EngineServer:
             self._engine.drafter.close()
 
     def _receive(self) -> None:
-        """Take all messages that are there; wait for one if there is nothing else to do."""
-        while True:
-            try:
-                data = self._socket.recv(0 if self._core.idle and self._is_open else zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(decode_to_engine(data))
+        """Take all messages that are there; wait for one first if there is nothing else to do."""
+        if self._core.idle:
+            self._socket.poll()
+        while self._socket.poll(0):
+            self._take(decode_to_engine(self._socket.recv()))
 
     def _take(self, message: Any) -> None:
         match message:
