@@ -51,6 +51,8 @@ class EngineCore:
         )
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, Detokenizer] = {}
+        self._compiling: list[Sequence] = []
+        """Requests whose grammar was not ready when last looked at."""
         self._in_flight: deque[InFlight] = deque()
         self._count = 0
 
@@ -83,6 +85,8 @@ class EngineCore:
         self.scheduler.add(sequence)
         self._count += 1
         self._sequences[request_id] = sequence
+        if sequence.grammar is not None:
+            self._compiling.append(sequence)
         self._texts[request_id] = Detokenizer(self.tokenizer, params)
         return sequence
 
@@ -127,10 +131,17 @@ class EngineCore:
 
     def _fail_uncompiled(self) -> list[tuple[Sequence, str]]:
         """End requests whose grammar, which looked well, could not be compiled."""
-        failed = []
-        for sequence in [s for s in self.scheduler.waiting if s.grammar is not None and s.grammar.ready]:
+        failed: list[tuple[Sequence, str]] = []
+        if not self._compiling:
+            return failed
+        compiling, self._compiling = self._compiling, []
+        for sequence in compiling:
             assert sequence.grammar is not None
-            if sequence.grammar.error is not None:
+            if sequence.stage is Stage.FINISHED:
+                continue  # aborted
+            if not sequence.grammar.ready:
+                self._compiling.append(sequence)
+            elif sequence.grammar.error is not None:
                 sequence.finish_reason, sequence.error = "error", sequence.grammar.error
                 self.scheduler.abort(sequence)
                 failed.append((sequence, ""))
@@ -139,9 +150,9 @@ class EngineCore:
 
     def _wait_for_grammars(self) -> None:
         """There is nothing to run, nor in flight: do not spin while grammars are being compiled."""
-        grammar = next((s.grammar for s in self.scheduler.waiting if s.grammar is not None), None)
-        if grammar is not None:
-            grammar.wait(timeout_s=0.01)
+        if self._compiling:
+            assert self._compiling[0].grammar is not None
+            self._compiling[0].grammar.wait(timeout_s=0.01)
 
     def _next_plan(self) -> StepPlan:
         """What to launch now. Nothing while the device repeats decoding by itself; prompts end that."""

@@ -71,8 +71,9 @@ class Scheduler:
         chunks: list[Chunk] = []
         for sequence in (s for s in self.running if s.stage is Stage.PREFILL):
             budget = self._add_chunk(chunks, sequence, budget)
-        for sequence in [s for s in self.waiting if s.grammar is None or s.grammar.ready]:
-            if budget <= 0 or len(chunks) >= self.max_prefill_rows or not self._admit(sequence):
+        while budget > 0 and len(chunks) < self.max_prefill_rows:
+            sequence = next((s for s in self.waiting if s.grammar is None or s.grammar.ready), None)
+            if sequence is None or not self._admit(sequence):
                 break
             self.waiting.remove(sequence)
             budget = self._add_chunk(chunks, sequence, budget)
