@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 from pathlib import Path
@@ -149,3 +150,11 @@ def test_the_page_about_serving_names_every_option_of_the_server():
     text = (DOCS / "serving.md").read_text()
     for name in ServerOptions.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in text
+
+
+def test_every_metric_of_the_dashboard_exists():
+    dashboard = json.loads((DOCS.parent / "examples" / "grafana.json").read_text())
+    text = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    used = {re.sub("_(total|bucket|sum|count)$", "", name) for name in re.findall(r"(?:vllm|draftloop):\w+", text)}
+    assert used <= metric_names()
+    assert len(dashboard["panels"]) == len({panel["id"] for panel in dashboard["panels"]}) > 10
