@@ -40,6 +40,11 @@ def script(request_id: str, token_ids: list[int], k: int) -> list[int]:
     return []
 
 
+def near_drafter() -> dict:
+    model = tiny_model("judged-near", words="w", noise=0.06)
+    return {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
+
+
 def judged_engine(spec=None, **options):
     spec = spec or {"method": "scripted", "script": script, "num_speculative_tokens": K}
     return engine(
@@ -220,6 +225,17 @@ def test_whatever_is_drafted_every_token_is_what_the_request_asked_for(batch):
     assert_all_free(llm)
 
 
+@pytest.mark.parametrize("rule", ["standard", "block"])
+@settings(max_examples=25, deadline=None)
+@given(batch=batches())
+def test_whole_steps_and_loops_of_them_do_what_the_request_asked_for(rule, batch):
+    spec = {**near_drafter(), "rejection_sample_method": rule}
+    llm = judged_engine(spec, iteration_graph=True, device_loop=4, async_scheduling=True)
+    for (index, params, _), answer in zip(batch, run(llm, batch), strict=True):
+        judge(PROMPTS[index], answer, params)
+    assert_all_free(llm)
+
+
 @pytest.mark.parametrize("drafter", ["scripted", "draft_model", "block"])
 def test_sampled_tokens_follow_what_the_parameters_leave_of_the_model(drafter):
     """800 answers of three tokens against the exact probabilities of each, by chi-square."""
@@ -243,11 +259,7 @@ def test_sampled_tokens_follow_what_the_parameters_leave_of_the_model(drafter):
             probs = wanted_probs(x, params)
             longer |= {(*tokens, int(t)): probability * probs[t] for t in probs.nonzero()[0]}
         exact = longer
-    near = {
-        "method": "draft_model",
-        "model": tiny_model("judged-near", words="w", noise=0.06),
-        "num_speculative_tokens": 2,
-    }
+    near = near_drafter()
     spec = {"draft_model": near, "block": {**near, "rejection_sample_method": "block"}}.get(drafter)
     llm = judged_engine(spec, max_num_seqs=32, max_prefill_rows=16, max_num_batched_tokens=384)
     SCRIPT[tuple(prompt)] = [allowed[1], allowed[0], allowed[2]]

@@ -300,6 +300,22 @@ def test_ids_outside_the_target_vocabulary_are_never_emitted(keep_probs):
     assert (num[drafts[:, 0] >= VOCAB] == 1).all()
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("place", [1, 2])
+def test_tokens_before_a_position_that_says_nothing_follow_the_target(rule, place):
+    """Found by the fuzzer: behind a wrong draft, a block took NaN for certainty."""
+    drafts, q = DRAFTS["sampled"](torch.zeros(TRIALS, dtype=torch.int64), SEEDS_R, POSITIONS_R, 3)
+    p = TARGET[torch.cat([torch.zeros(TRIALS, 1, dtype=torch.int64), drafts], 1)]
+    p[:, place:] = float("nan")
+    emitted, num = RULES[rule](p, drafts, q, SEEDS_R, SEEDS_R, POSITIONS_R)
+    first = torch.bincount(emitted[:, 0].long(), minlength=VOCAB).double()
+    assert (
+        stats.chisquare(first.numpy(), (TARGET[0].double() / TARGET[0].double().sum() * TRIALS).numpy()).pvalue > 1e-3
+    )
+    assert (num <= place + 1).all()
+    assert (num == place + 1).any()
+
+
 def test_a_broken_target_row_stays_inside_the_vocabulary_and_harms_no_neighbour():
     p = TARGET[torch.arange(64) % VOCAB][:, None].repeat(1, 3, 1)
     drafts = torch.arange(128).view(64, 2) % VOCAB

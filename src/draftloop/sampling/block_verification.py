@@ -38,6 +38,7 @@ def accept_block_rows(
     index_Q = torch.arange(num_positions, device=device)
     drafts_RK = drafts_RK.to(torch.int64)
     p_RK, q_RK, is_valid_RK = drafted_probs(probs_RQV, drafts_RK, draft_probs_MKW, rows_R)
+    is_valid_RK = is_valid_RK & p_RK.isfinite()  # where the target says nothing, a block ends
     # a draft that is the only possible token may stand however it was chosen, as if it had been certain
     is_certain_RK = (p_RK >= 1) & ~is_valid_RK
     num_valid_R1 = prefix_length(is_valid_RK | is_certain_RK)[:, None]
@@ -61,7 +62,7 @@ def accept_block_rows(
         rest_RK = rest_RK.masked_fill(is_certain_RK, 0)
     whole_RK = rest_RK + 1 - share_RQ[:, :-1]
     # 0 / 0 where p and q are the same and everything before stands: then everything behind does too
-    chance_RK = torch.where(whole_RK > 0, rest_RK / whole_RK, 1.0)
+    chance_RK = torch.where(whole_RK == 0, 1.0, rest_RK / whole_RK)
     chance_RQ = torch.where(index_Q == num_valid_R1, share_RQ, F.pad(chance_RK, (0, 1)))
     noise_RK = uniform(seeds_R[:, None], in_block(positions_R[:, None], index_Q[:-1]), Stream.ACCEPT)
     may_stand_RK = (noise_RK < chance_RQ[:, 1:]) & (index_Q[1:] <= num_valid_R1)
