@@ -166,51 +166,67 @@ def test_an_engine_that_cannot_start_ends_the_server_with_one_line():
 # ---- accounting -----------------------------------------------------------------------------
 
 
-def test_b60_counts_of_a_drafter_that_is_right_twice_in_three(tmp_path):
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    """A server, and the file that its drafter reads."""
+    file = tmp_path_factory.mktemp("script") / "script.json"
+    with running(script=str(file)) as server:
+        yield server, file
+
+
+def test_b60_counts_of_a_drafter_that_is_right_twice_in_three(scripted):
     """Acceptance length wrong, counters that go down, padded or empty drafts counted."""
-    steps = 12
-    file = tmp_path / "script.json"
+    server, file = scripted
     prompts = {2: list(b"two of three"), 0: list(b"all wrong")}
     body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    with running(script=str(file)) as server:
-        plain = {**body, "max_tokens": 80, "prompt": list(prompts.values()), "speculative": {"enabled": False}}
-        texts = zip(prompts.items(), server.post(COMPLETIONS, plain)["choices"], strict=True)
-        file.write_text(json.dumps([(ids + choice["token_ids"], right) for (right, ids), choice in texts]))
-        before = server.metrics()
-        right = server.post(COMPLETIONS, {**body, "prompt": prompts[2], "max_tokens": 1 + 3 * steps})
-        wrong = server.post(COMPLETIONS, {**body, "prompt": prompts[0], "max_tokens": 1 + steps})
-        silent = server.post(COMPLETIONS, {**body, "prompt": [7, 7, 7], "max_tokens": 10})
-        after = server.metrics()
+    plain = {**body, "max_tokens": 80, "prompt": list(prompts.values()), "speculative": {"enabled": False}}
+    texts = zip(prompts.items(), server.post(COMPLETIONS, plain)["choices"], strict=True)
+    file.write_text(json.dumps([(ids + choice["token_ids"], right) for (right, ids), choice in texts]))
+    steps, before = 12, server.metrics()
+    right = server.post(COMPLETIONS, {**body, "prompt": prompts[2], "max_tokens": 1 + 3 * steps})
+    wrong = server.post(COMPLETIONS, {**body, "prompt": prompts[0], "max_tokens": 1 + steps})
+    silent = server.post(COMPLETIONS, {**body, "prompt": [7, 7, 7], "max_tokens": 10})
+    after = server.metrics()
 
-        stats = right["metrics"]["speculative_decoding"]
-        assert stats["num_spec_steps"] == steps
-        assert stats["num_draft_tokens"] == 3 * steps
-        assert stats["num_accepted_draft_tokens"] == 2 * steps
-        assert stats["mean_acceptance_length"] == 3.0
-        assert stats["acceptance_histogram"] == [0, 0, steps, 0]
-        assert wrong["metrics"]["speculative_decoding"]["acceptance_histogram"] == [steps, 0, 0, 0]
-        # steps without drafts are no drafts
-        assert silent["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
-        assert silent["metrics"]["speculative_decoding"]["mean_acceptance_length"] == 1.0
+    stats = right["metrics"]["speculative_decoding"]
+    assert stats["num_spec_steps"] == steps
+    assert stats["num_draft_tokens"] == 3 * steps
+    assert stats["num_accepted_draft_tokens"] == 2 * steps
+    assert stats["mean_acceptance_length"] == 3.0
+    assert stats["acceptance_histogram"] == [0, 0, steps, 0]
+    assert wrong["metrics"]["speculative_decoding"]["acceptance_histogram"] == [steps, 0, 0, 0]
+    # steps without drafts are no drafts
+    assert silent["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
+    assert silent["metrics"]["speculative_decoding"]["mean_acceptance_length"] == 1.0
 
-        def growth(name):
-            return after[name] - before[name]
+    def growth(name):
+        return after[name] - before[name]
 
-        all_stats = [one["metrics"]["speculative_decoding"] for one in (right, wrong, silent)]
-        for metric, key in (
-            ("vllm:spec_decode_num_drafts_total", "num_spec_steps"),
-            ("vllm:spec_decode_num_draft_tokens_total", "num_draft_tokens"),
-            ("vllm:spec_decode_num_accepted_tokens_total", "num_accepted_draft_tokens"),
-        ):
-            assert growth(metric) == sum(one[key] for one in all_stats)
-        per_position = [
-            after[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(K)
-        ]
-        assert per_position == [steps, steps, 0]
-        assert growth("draftloop:steps_without_drafts_total") == 9
-        assert growth("vllm:generation_tokens_total") == sum(
-            a["usage"]["completion_tokens"] for a in (right, wrong, silent)
-        )
+    all_stats = [one["metrics"]["speculative_decoding"] for one in (right, wrong, silent)]
+    for metric, key in (
+        ("vllm:spec_decode_num_drafts_total", "num_spec_steps"),
+        ("vllm:spec_decode_num_draft_tokens_total", "num_draft_tokens"),
+        ("vllm:spec_decode_num_accepted_tokens_total", "num_accepted_draft_tokens"),
+    ):
+        assert growth(metric) == sum(one[key] for one in all_stats)
+    per_position = [after[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(K)]
+    assert per_position == [steps, steps, 0]
+    assert growth("draftloop:steps_without_drafts_total") == 9
+    assert growth("vllm:generation_tokens_total") == sum(
+        a["usage"]["completion_tokens"] for a in (right, wrong, silent)
+    )
+
+
+def test_a_second_interrupt_ends_the_server_at_once_and_its_engine(scripted):
+    server, _ = scripted
+    connection, _ = start(server, max_tokens=400)
+    engine = server.engine_pid
+    with closing(connection):
+        for _ in range(2):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        server.process.wait(10)
+    server.wait_until(lambda: not _is_alive(engine), timeout_s=5)
 
 
 # ---- traffic --------------------------------------------------------------------------------

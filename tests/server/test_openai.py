@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import EOS, K, byte_model, running
+from servers import EOS, TEMPLATE, K, byte_model, running
 
 from draftloop.server.protocol import ChatRequest, CompletionRequest
 
@@ -354,6 +354,8 @@ def test_chats_are_tokenized_as_they_are_served(server):
     assert answer["prompt_token_ids"] == found["tokens"]
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     assert server.post("/tokenize", {"messages": parts})["tokens"] == found["tokens"]
+    info = server.get("/tokenizer_info")
+    assert (info["eos_token"], info["chat_template"]) == ("<|end|>", TEMPLATE)
 
 
 def test_server_info_has_the_coverage_table_and_metrics_count_its_replays(server):

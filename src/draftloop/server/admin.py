@@ -98,6 +98,11 @@ def admin_router(serving: Serving) -> APIRouter:
         serving.check_model(body.model)
         return {"prompt": serving.tokenizer.decode(body.tokens)}
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        template = serving.chat_template or client.ready.chat_template
+        return {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **client.ready.special_tokens}
+
     return router
 
 

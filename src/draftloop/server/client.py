@@ -140,8 +140,7 @@ class EngineClient:
             if self._ready is not None or self.state == "dead":  # a starting engine reads no messages yet
                 self._send(Close())
                 await asyncio.to_thread(process.join, timeout_s)
-            if process.is_alive():
-                process.kill()
+            self.kill()
             await asyncio.to_thread(process.join)
         for task in self._tasks:
             task.cancel()
@@ -151,6 +150,11 @@ class EngineClient:
             self._context.term()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End the process now, if it is there; for when there is no event loop any more."""
+        if self._process is not None and self._process.is_alive():
+            self._process.kill()
 
     def _enter(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
@@ -183,8 +187,7 @@ class EngineClient:
             silence = time.monotonic() - self._last_heard
             if self._open and self.state in ("ready", "draining") and silence > self.silence_s:
                 self._die(f"the engine has been silent for {silence:.0f} s with {len(self._open)} requests open")
-                if self._process is not None:
-                    self._process.kill()
+                self.kill()
 
     # ---- requests ---------------------------------------------------------------------------
 

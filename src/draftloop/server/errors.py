@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from draftloop.errors import RequestError, nearest
+from draftloop.errors import RequestError
 from draftloop.request import SamplingParams
 from draftloop.server.client import BusyError, EngineUnavailableError
 
@@ -97,8 +97,5 @@ def _validation_error(first: Mapping[str, Any]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', 'it cannot be read')}")
     name = str(place[0]) if place else None
-    if first["type"] == "extra_forbidden" and name is not None:
-        known = first.get("ctx", {}).get("known", ())
-        return ApiError(400, f"unknown parameter {name!r}{nearest(name, known)}", param=name, code="unknown_parameter")
     path = ".".join(map(str, place)) or "the body"
     return ApiError(400, f"{path}: {first['msg']}", param=name)

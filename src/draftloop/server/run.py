@@ -43,7 +43,10 @@ def serve(config: EngineConfig, options: ServerOptions, *, log_level: str = "INF
         client,
         options,
     )
-    server.run(sockets=[sock])
+    try:
+        server.run(sockets=[sock])
+    finally:
+        client.kill()  # a second SIGINT skips the engine's orderly end
     if not client.has_started and client.state == "dead":
         raise ConfigError(client.reason)
 
