@@ -86,6 +86,11 @@ def test_a_chat_template_is_a_text_or_a_file(tmp_path):
         read_template(str(tmp_path / "nothing"))
 
 
+def test_a_wrong_chat_template_stops_the_start():
+    with pytest.raises(RequestError, match="the chat template cannot be read"):
+        run_module.serve(EngineConfig(model="m"), ServerOptions(chat_template="{% for %}"))
+
+
 def make_client(max_waiting: int = 2) -> EngineClient:
     client = EngineClient(EngineConfig(model="m"), max_waiting=max_waiting, silence_s=1)
     client._ready = Ready(

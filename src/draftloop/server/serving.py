@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from draftloop.errors import ConfigError, RequestError
 from draftloop.request import SamplingParams
+from draftloop.server.chat_template import ChatTemplate
 from draftloop.server.client import EngineClient, EngineUnavailableError
 from draftloop.server.errors import ApiError, as_api_error
 from draftloop.server.metrics import Metrics
@@ -40,6 +41,8 @@ class Serving:
         self.names = options.served_model_name or (client.config.model,)
         self.metrics = Metrics(client, self.names[0])
         self.chat_template = read_template(options.chat_template)
+        if self.chat_template is not None:
+            ChatTemplate(self.chat_template, {})  # a wrong one is refused now, not with every request
         self._tokenizer: ServerTokenizer | None = None
 
     @property
