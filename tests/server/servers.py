@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,6 +194,7 @@ def running(
     finally:
         process.kill()
         process.wait()
+        shutil.rmtree(log.parent)
 
 
 # ---- a server with a scripted drafter -------------------------------------------------------
