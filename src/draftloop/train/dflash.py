@@ -34,6 +34,7 @@ from draftloop.models.config import ModelConfig
 from draftloop.models.resolve import read_json
 from draftloop.train.anchors import Anchors
 from draftloop.train.attention import attend_dense, attend_flex
+from draftloop.train.fitting import check_alike, check_draft_vocab_size, choose_aux_layers, copy_stored
 from draftloop.train.formats import layer_config, speculators_config
 from draftloop.train.layers import GatedMLP, Projections, RMSNorm, Rotary, linear
 from draftloop.train.losses import soft_cross_entropy
@@ -220,25 +221,13 @@ class BlockMethod(Method[BlockOptionsT]):
     def __init__(self, options: BlockOptionsT, subject: Subject) -> None:
         super().__init__(options, subject)
         target, size = subject.config, options.draft_vocab_size
-        if size is not None and size >= target.vocab_size:
-            raise ConfigError(
-                f"draft_vocab_size is {size}, but {subject.name!r} has {target.vocab_size} ids; name fewer, or leave "
-                "it out for all of them"
-            )
+        check_draft_vocab_size(size, subject)
         if options.mask_token_id is not None and options.mask_token_id >= target.vocab_size:
             raise ConfigError(
                 f"mask_token_id is {options.mask_token_id}, but {subject.name!r} has {target.vocab_size} ids; name "
                 "one that it does not say"
             )
-        layers = options.aux_layer_ids or (2, target.num_layers // 2, target.num_layers - 3)
-        # a target of few layers has no three of them; its first and last states are always there
-        if options.aux_layer_ids is None and (target.num_layers < 6 or len(set(layers)) < len(layers)):
-            layers = tuple(sorted({0, target.num_layers // 2, target.num_layers}))
-        if bad := [layer for layer in layers if not 0 <= layer <= target.num_layers]:
-            raise ConfigError(
-                f"aux_layer_ids names layer {bad[0]}, but {subject.name!r} has {target.num_layers} layers; name 0 to "
-                f"{target.num_layers} (what enters a layer; {target.num_layers}: what leaves the last)"
-            )
+        layers = choose_aux_layers(options.aux_layer_ids, subject)
         model = replace(
             target,
             architecture="Qwen3ForCausalLM",  # what other engines take these layers for
@@ -329,17 +318,9 @@ class BlockMethod(Method[BlockOptionsT]):
         if mask_C is not None and not self.options.train_mask_embedding:
             raise ConfigError(f"the drafter in {str(folder)!r} has {MASK_EMBEDDING}; ask for --train-mask-embedding")
         given, names = parse(config, read_shapes(folder), method=self.method, name=str(folder))
-        for key in ("mask_token_id", "block_size", "samples_from_anchor", "has_map", "draft_vocab_size", "heads"):
-            if getattr(given, key) != getattr(self.drafter, key):
-                raise ConfigError(
-                    f"the drafter in {str(folder)!r} has {key} {getattr(given, key)}, but {getattr(self.drafter, key)} "
-                    "is to be trained; give the options that it was trained with"
-                )
-        if (layers := given.aux_layers(self.subject.config.num_layers)) != self.aux_layers:
-            raise ConfigError(
-                f"the drafter in {str(folder)!r} reads layers {layers}, but {self.aux_layers} are to be trained; name "
-                "its layers in --aux-layer-ids"
-            )
+        keys = ("mask_token_id", "block_size", "samples_from_anchor", "has_map", "draft_vocab_size", "heads")
+        num_layers = self.subject.config.num_layers
+        check_alike(given, self.drafter, keys, self.aux_layers, folder=folder, num_layers=num_layers)
         with open_weights(folder) as (_, read), torch.no_grad():
             for name, weight in module.state_dict().items():
                 if name == "draft_ids":
@@ -352,12 +333,7 @@ class BlockMethod(Method[BlockOptionsT]):
                     stored = read(names[name])
                 else:
                     raise ConfigError(f"the drafter in {str(folder)!r} lacks {name}; it has fewer layers or heads")
-                if stored.shape != weight.shape:
-                    raise ConfigError(
-                        f"{name} of the drafter in {str(folder)!r} has shape {list(stored.shape)}, but "
-                        f"{list(weight.shape)} is to be trained; it is made for another target, or smaller"
-                    )
-                weight.copy_(stored)
+                copy_stored(weight, stored, name, folder)
 
 
 class DFlashMethod(BlockMethod[DFlashOptions]):

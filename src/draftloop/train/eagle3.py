@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from draftloop.drafters.eagle_config import EagleConfig, parse
 from draftloop.drafters.files import open_weights, read_shapes
 from draftloop.drafters.fill import target_ids
-from draftloop.errors import ConfigError
 from draftloop.models.config import ModelConfig
 from draftloop.models.resolve import read_json
 from draftloop.train.attention import chain_attention_dense, chain_attention_flex, document_blocks, document_mask
+from draftloop.train.fitting import check_alike, check_draft_vocab_size, choose_aux_layers, copy_stored
 from draftloop.train.formats import layer_config, speculators_config
 from draftloop.train.layers import GatedMLP, Projections, RMSNorm, Rotary, linear
 from draftloop.train.losses import soft_cross_entropy
@@ -176,20 +176,8 @@ class Eagle3Method(Method[Eagle3Options]):
     def __init__(self, options: Eagle3Options, subject: Subject) -> None:
         super().__init__(options, subject)
         target, size = subject.config, options.draft_vocab_size
-        if size is not None and size >= target.vocab_size:
-            raise ConfigError(
-                f"draft_vocab_size is {size}, but {subject.name!r} has {target.vocab_size} ids; name fewer, or leave "
-                "it out for all of them"
-            )
-        layers = options.aux_layer_ids or (2, target.num_layers // 2, target.num_layers - 3)
-        # a target of few layers has no three of them; its first and last states are always there
-        if options.aux_layer_ids is None and (target.num_layers < 6 or len(set(layers)) < len(layers)):
-            layers = tuple(sorted({0, target.num_layers // 2, target.num_layers}))
-        if bad := [layer for layer in layers if not 0 <= layer <= target.num_layers]:
-            raise ConfigError(
-                f"aux_layer_ids names layer {bad[0]}, but {subject.name!r} has {target.num_layers} layers; name 0 to "
-                f"{target.num_layers} (what enters a layer; {target.num_layers}: what leaves the last)"
-            )
+        check_draft_vocab_size(size, subject)
+        layers = choose_aux_layers(options.aux_layer_ids, subject)
         self._aux_layers = layers
         model = replace(
             target,
@@ -262,28 +250,13 @@ class Eagle3Method(Method[Eagle3Options]):
 
     def initialise(self, module: nn.Module, folder: Path) -> None:
         given, names = parse(read_json(folder / "config.json"), read_shapes(folder), method="eagle3", name=str(folder))
-        same = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_map", "draft_vocab_size")
-        for key in same:
-            if getattr(given, key) != getattr(self.head, key):
-                raise ConfigError(
-                    f"the head in {str(folder)!r} has {key} {getattr(given, key)}, but {getattr(self.head, key)} is to "
-                    "be trained; give the options that it was trained with"
-                )
-        if (layers := given.aux_layers(self.subject.config.num_layers)) != self.aux_layers:
-            raise ConfigError(
-                f"the head in {str(folder)!r} reads layers {layers}, but {self.aux_layers} are to be trained; name "
-                "its layers in --aux-layer-ids"
-            )
+        keys = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_map", "draft_vocab_size")
+        num_layers = self.subject.config.num_layers
+        check_alike(given, self.head, keys, self.aux_layers, folder=folder, num_layers=num_layers)
         with open_weights(folder) as (_, read), torch.no_grad():
             for name, weight in module.state_dict().items():
                 if name == "draft_ids":
                     ids = target_ids(read(names["d2t"]), vocab_size=self.subject.vocab_size, name=str(folder))
                     weight.copy_(ids)
                 elif name in names:
-                    stored = read(names[name])
-                    if stored.shape != weight.shape:
-                        raise ConfigError(
-                            f"{name} of the head in {str(folder)!r} has shape {list(stored.shape)}, but "
-                            f"{list(weight.shape)} is to be trained; it is made for another target"
-                        )
-                    weight.copy_(stored)
+                    copy_stored(weight, read(names[name]), name, folder)
