@@ -16,13 +16,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypedDict
 
-import torch
 from torch import Tensor
 
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
+from draftloop.drafters.base import Drafter, Rounds, Target
+from draftloop.drafters.block_phases import Pass, block_phases, block_rounds
 from draftloop.drafters.dflash_config import BLOCK_PRESETS, DFlashConfig, Method, check_target, parse
 from draftloop.drafters.dflash_files import read_mask_embedding
 from draftloop.drafters.dflash_model import DFlashModel
@@ -31,7 +31,7 @@ from draftloop.drafters.fill import fill, fill_dummy
 from draftloop.drafters.locate import locate
 from draftloop.drafters.write import write_block
 from draftloop.errors import ConfigError
-from draftloop.graphs.phase import ALL_MODES, Cost, GraphMode, Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import Cost, Launch, Phase, Slot, Unit
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
 from draftloop.models.decoder import Decoder
@@ -198,57 +198,25 @@ class BlockDrafter(Drafter):
             return {}
 
         support = self.backend_class.graph_support(self.target.device.type)
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
-        counts = Slot(unit=Unit.ROW, dtype=torch.int32)
-        aux = Slot(unit=Unit.TOKEN, dtype=self.target.dtype, shape=(self.config.aux_width,))
-        phases = [
-            Phase(
-                name="draft.prompt",
-                fn=prompt,
-                slots={
-                    "rows": rows,
-                    "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
-                    "kv_lens": counts,
-                    "aux_hidden": aux,
-                },
-                tokens_per_row=None,
-                cost=model.context_cost(),
-            ),
-            Phase(
-                name="draft.context",
-                fn=context,
-                slots={"rows": rows, "num_emitted": counts, "aux_hidden": aux},
-                tokens_per_row=verified,
-                cost=model.context_cost(),
-            ),
-        ]
-        for sampled in (False, True) if self.sampled else (False,):
-            phases.append(
-                Phase(
-                    name=sampled_name("draft.block", sampled),
-                    fn=lambda launch, s=sampled, **slots: block(launch, sampled=s, **slots),
-                    slots={"rows": rows},
-                    tokens_per_row=num_slots,
-                    modes=ALL_MODES if support.uniform else ALL_MODES - {GraphMode.FULL},
-                    reason=support.reason,
-                    cost=self.block_cost(),
-                )
-            )
-        return phases
+        return block_phases(
+            prompt=Pass(fn=prompt, cost=model.context_cost()),
+            context=Pass(fn=context, cost=model.context_cost()),
+            block=Pass(fn=block, cost=self.block_cost()),
+            padding_row=state.padding_row,
+            num_verified=verified,
+            num_slots=num_slots,
+            aux=Slot(unit=Unit.TOKEN, dtype=self.target.dtype, shape=(self.config.aux_width,)),
+            support=support,
+            prompt_attends=False,
+            sampled=self.sampled,
+        )
 
     def block_cost(self) -> Cost:
         """What a block with its drafts must read and compute."""
         return self.model.block_cost()
 
     def rounds(self, *, sampled: bool) -> Rounds:
-        block = sampled_name("draft.block", sampled and self.sampled)
-        return Rounds(
-            prompt=("draft.prompt",),
-            first=(block,),
-            next=("draft.context", block),
-            # rows without drafts are past their limit, or declined them: they never draft again
-            plain=(),
-        )
+        return block_rounds(sampled=sampled and self.sampled)
 
 
 class DFlashDrafter(BlockDrafter):

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Rounds, sampled_name
+from draftloop.drafters.base import Rounds
+from draftloop.drafters.block_phases import Pass, block_phases, block_rounds
 from draftloop.drafters.eagle import Eagle3Drafter
 from draftloop.drafters.eagle_config import MASK_HIDDEN
 from draftloop.drafters.files import open_weights
 from draftloop.drafters.masks import masked_block, num_slots
 from draftloop.drafters.write import write_block
-from draftloop.graphs.phase import ALL_MODES, Cost, GraphMode, Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import Cost, Launch, Phase, Slot, Unit
 from draftloop.kvcache.rows import RowState
 
 
@@ -112,52 +113,19 @@ class PEagleDrafter(Eagle3Drafter):
             return {}
 
         support = self.backend_class.graph_support(self.target.device.type)
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
-        counts = Slot(unit=Unit.ROW, dtype=torch.int32)
-        aux = Slot(unit=Unit.TOKEN, dtype=dtype, shape=(self.config.aux_width,))
         fc = Cost(weight_bytes=head.fc.numel() * head.fc.dtype.itemsize, flops=2 * head.fc.numel())
-        phases = [
-            Phase(
-                name="draft.prompt",
-                fn=prompt,
-                slots={
-                    "rows": rows,
-                    "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
-                    "kv_lens": counts,
-                    "aux_hidden": aux,
-                },
-                tokens_per_row=None,
-                modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *([GraphMode.FULL] if support.ragged else [])}),
-                reason=support.reason,
-            ),
-            Phase(
-                name="draft.context",
-                fn=context,
-                slots={"rows": rows, "num_emitted": counts, "aux_hidden": aux},
-                tokens_per_row=verified,
-                cost=fc,
-            ),
-        ]
-        for sampled in (False, True) if self.sampled else (False,):
-            phases.append(
-                Phase(
-                    name=sampled_name("draft.block", sampled),
-                    fn=lambda launch, s=sampled, **given: block(launch, sampled=s, **given),
-                    slots={"rows": rows},
-                    tokens_per_row=slots,
-                    modes=ALL_MODES if support.uniform else ALL_MODES - {GraphMode.FULL},
-                    reason=support.reason,
-                    cost=head.cost(fused=False, tokens_per_row=slots),
-                )
-            )
-        return phases
+        return block_phases(
+            prompt=Pass(fn=prompt),
+            context=Pass(fn=context, cost=fc),
+            block=Pass(fn=block, cost=head.cost(fused=False, tokens_per_row=slots)),
+            padding_row=state.padding_row,
+            num_verified=verified,
+            num_slots=slots,
+            aux=Slot(unit=Unit.TOKEN, dtype=dtype, shape=(self.config.aux_width,)),
+            support=support,
+            prompt_attends=True,
+            sampled=self.sampled,
+        )
 
     def rounds(self, *, sampled: bool) -> Rounds:
-        block = sampled_name("draft.block", sampled and self.sampled)
-        return Rounds(
-            prompt=("draft.prompt",),
-            first=(block,),
-            next=("draft.context", block),
-            # rows without drafts are past their limit, or declined them: they never draft again
-            plain=(),
-        )
+        return block_rounds(sampled=sampled and self.sampled)
