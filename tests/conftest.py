@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -10,6 +11,11 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[_name] = "1"
+    # Where there are several GPUs, the workers spread over them.
+    _gpus = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir("/dev"))
+    if _gpus > 1:
+        _worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(_worker % _gpus))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before anything imports triton, transformers included: kernels run in its interpreter without a GPU.
 if not os.path.exists("/dev/nvidiactl"):

@@ -55,7 +55,7 @@ blocks() {
 }
 
 tests() {
-  "$python" -m pytest -m gpu -n 12 -v --tb=short -rs -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
+  "$python" -m pytest -m gpu -n "${WORKERS:-12}" --ignore tests/server --ignore tests/architecture -v --tb=short -rs -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
 }
 
 case "$part" in
