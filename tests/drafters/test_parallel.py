@@ -135,6 +135,7 @@ def test_the_reference_holds_on_each_device(device, method):
         dtype="float32",
         cudagraph_capture_sizes=(2, 8),
         async_scheduling=False,  # so that the device is never ahead of what is compared
+        device_loop="off",
         speculative_config={
             "method": method,
             "model": model,

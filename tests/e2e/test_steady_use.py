@@ -66,7 +66,7 @@ def test_graphs_and_memory_stay_as_they_are_over_many_requests(device):
     for _ in range(2):
         llm.generate(*requests(100, longest=6))
     assert standing() == before
-    assert llm.get_graph_report().eager_runs == 0 or device == "cpu"
+    assert device == "cpu" or not any(llm.get_graph_report().eager_runs.values()), "prompts are eager on a CPU"
 
 
 def compiled_kernels() -> Iterator[tuple[str, int]]:

@@ -96,7 +96,7 @@ def test_group_of_three(name: str, device: torch.device) -> None:
 
 
 @NAMES
-@pytest.mark.parametrize("head_dim", [80, 96, 128, 256, 512])
+@pytest.mark.parametrize("head_dim", [16, 32, 80, 96, 128, 256, 512])
 def test_head_sizes(name: str, device: torch.device, head_dim: int) -> None:
     check(name, Case(lens=((2, 35), (2, 0)), head_dim=head_dim, uniform=True), device)
 

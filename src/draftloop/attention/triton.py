@@ -13,7 +13,7 @@ from draftloop.errors import ConfigError
 from draftloop.kernels.paged_attention import paged_attention_triton
 from draftloop.kernels.triton_import import INTERPRETED, triton
 
-HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256, 512)
 PAGE_SIZES = (16, 32, 64)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

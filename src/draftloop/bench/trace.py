@@ -27,7 +27,7 @@ def write_trace(llm: LLM, path: Path, *, rows: int, prompt_tokens: int) -> None:
     try:
         with SteadyBatch(llm, rows, prompt_tokens=prompt_tokens, num_iterations=2 * TRACED) as batch:
             iterations = batch.measure(TRACED)
-            with profile(activities=activities) as profiled:
+            with profile(activities=activities, acc_events=True) as profiled:
                 for _ in range(TRACED):
                     with record_function("iteration"):
                         batch.core.step()

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import threading
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -108,7 +109,8 @@ class CudaRecorder(Recorder):
 
     @staticmethod
     def _abandon(program: CudaProgram) -> None:
-        with contextlib.suppress(RuntimeError):  # it may be invalid already; the first error is the one to show
+        # It may be invalid already, or empty; the first error is the one to show.
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
             program.graphs[-1].capture_end()
 
     def why_no_loops(self) -> str:
