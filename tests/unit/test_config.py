@@ -63,7 +63,10 @@ def test_engine_setting_is_refused(values, message):
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "at most prompt_lookup_max, 2"),
         ({"method": "x", "max_model_len": 0}, "max_model_len is 0; it must be an integer >= 1"),
         ({"method": "x", "draft_sample_method": "random"}, "must be one of 'greedy', 'probabilistic'"),
-        ({"method": "x", "rejection_sample_method": "typical"}, "must be one of 'standard', 'block', 'synthetic'"),
+        (
+            {"method": "x", "rejection_sample_method": "usual"},
+            "must be one of 'standard', 'block', 'typical', 'synthetic'",
+        ),
         ({"method": "scripted", "script": "fn"}, "script is 'fn'; it must be a function"),
         (
             {"method": "synthetic", "synthetic_acceptance_rates": [0.5], "synthetic_acceptance_length": 1.5},

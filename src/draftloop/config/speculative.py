@@ -46,9 +46,15 @@ class SpeculativeConfig:
     """greedy: draft the most likely token. probabilistic: sample from the drafter and accept by its probabilities."""
     parallel_drafting: bool | None = None
     """eagle3, draft_model: all drafts in one pass, from masks; the same as the methods peagle and pard."""
-    rejection_sample_method: Literal["standard", "block", "synthetic"] | None = None
+    rejection_sample_method: Literal["standard", "block", "typical", "synthetic"] | None = None
     """standard: lossless, draft by draft. block: lossless, all drafts together, so that more of them stand where
-    they are sampled. synthetic: forced acceptance, for benchmarks without a trained drafter."""
+    they are sampled. typical: LOSSY above temperature 0, drafts stand where the target finds them plausible.
+    synthetic: forced acceptance, for benchmarks without a trained drafter."""
+    typical_acceptance_threshold: float | None = None
+    """typical: a draft that the target finds at least this likely stands; in (0, 1]; left out, 0.09."""
+    typical_acceptance_alpha: float | None = None
+    """typical: a draft also stands where it is likelier than this times exp(-entropy of the target); above 0; left
+    out, 0.3."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     """Share of steps in which the first i drafts are all accepted, for i = 1 .. K; never rising."""
     synthetic_acceptance_length: float | None = None
@@ -111,6 +117,7 @@ class SpeculativeConfig:
         if low is not None and high is not None:
             self._need(low <= high, "prompt_lookup_min", f"at most prompt_lookup_max, {high}")
         self._check_suffix()
+        self._check_typical()
         self._check_synthetic()
 
     @property
@@ -128,6 +135,13 @@ class SpeculativeConfig:
             name = f"suffix_decoding_{key}"
             value = getattr(self, name)
             self._need(value is None or (value >= least and (key != "min_token_prob" or value <= 1)), name, limit)
+
+    def _check_typical(self) -> None:
+        for name, most in (("typical_acceptance_threshold", 1), ("typical_acceptance_alpha", float("inf"))):
+            value = getattr(self, name)
+            if value is not None and self.rejection_sample_method != "typical":
+                raise ConfigError(f"{_PREFIX}{name} is {value!r}, but rejection_sample_method is not 'typical'")
+            self._need(value is None or 0 < value <= most, name, "in (0, 1]" if most == 1 else "a number above 0")
 
     def _check_synthetic(self) -> None:
         num, rates = self.num_speculative_tokens, self.synthetic_acceptance_rates

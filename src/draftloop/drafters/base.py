@@ -34,16 +34,18 @@ ENTRY_POINTS = "draftloop.drafters"
 DRAFTERS: dict[str, type[Drafter]] = {}
 """Every registered drafter by its `method` name."""
 
-COMMON_KEYS = frozenset(
+ACCEPTANCE_KEYS = frozenset(
     {
-        "method",
-        "num_speculative_tokens",
-        "parallel_drafting",
         "rejection_sample_method",
         "synthetic_acceptance_rates",
         "synthetic_acceptance_length",
+        "typical_acceptance_threshold",
+        "typical_acceptance_alpha",
     }
 )
+"""Keys of the speculative configuration that say how drafts are accepted."""
+
+COMMON_KEYS = frozenset({"method", "num_speculative_tokens", "parallel_drafting"}) | ACCEPTANCE_KEYS
 """Keys of the speculative configuration that every drafter takes."""
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, HostRow, Rounds, Target, drafter_class, sampled_name
+from draftloop.drafters.base import ACCEPTANCE_KEYS, Drafter, HostRow, Rounds, Target, drafter_class, sampled_name
 from draftloop.drafters.host import host_drafts_slot
 from draftloop.drafters.write import write_all
 from draftloop.errors import ConfigError
@@ -42,7 +42,7 @@ def _parts(spec: SpeculativeConfig) -> list[SpeculativeConfig]:
                 f"num_speculative_tokens is {spec.num_speculative_tokens}, but {part.num_speculative_tokens} in one of "
                 "'drafters': they draft for the same block; give it once, beside 'drafters'"
             )
-        if part.rejection_sample_method or part.synthetic_acceptance_rates or part.synthetic_acceptance_length:
+        if any(getattr(part, key) is not None for key in ACCEPTANCE_KEYS):
             raise ConfigError("how drafts are accepted is one for all 'drafters': say it beside them")
     return [replace(part, num_speculative_tokens=spec.num_speculative_tokens) for part in several]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from draftloop.sampling.accept import accept_sampled_rows, conditional_rates
 from draftloop.sampling.block_verification import accept_block_rows
 from draftloop.sampling.commit import Rule
 from draftloop.sampling.logits_processors import load_logits_processors
+from draftloop.sampling.typical import TYPICAL_ALPHA, TYPICAL_THRESHOLD, accept_typical_rows
 from draftloop.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -247,8 +249,14 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
 
 def _rule(config: EngineConfig) -> Rule:
     spec = config.speculation
-    is_block = spec is not None and spec.rejection_sample_method == "block"
-    return accept_block_rows if is_block else accept_sampled_rows
+    rule = spec.rejection_sample_method if spec is not None else None
+    if spec is not None and rule == "typical":
+        return partial(
+            accept_typical_rows,
+            threshold=spec.typical_acceptance_threshold or TYPICAL_THRESHOLD,
+            alpha=spec.typical_acceptance_alpha or TYPICAL_ALPHA,
+        )
+    return accept_block_rows if rule == "block" else accept_sampled_rows
 
 
 def _synthetic_rates(config: EngineConfig, drafter: Drafter | None) -> list[float] | None:
@@ -335,6 +343,10 @@ def _log(config: EngineConfig, engine: Engine) -> None:
     tokens = (pool.num_pages - 1) * pool.page_size
     logger.info("cache: %d pages, %d tokens, %.0f MiB", pool.num_pages - 1, tokens, pool.nbytes / 2**20)
     logger.info("drafter: %s", engine.drafter.describe() if engine.drafter else "none")
+    if config.speculation and config.speculation.rejection_sample_method == "typical":
+        logger.warning(
+            "acceptance: typical, which is LOSSY: text at temperatures above 0 does not have the model's distribution"
+        )
     logger.info("graphs:\n%s", engine.table.report().format())
     logger.info("start-up: %s", ", ".join(f"{name} {s:.1f} s" for name, s in engine.seconds.items()))
 
