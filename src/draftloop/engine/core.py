@@ -271,7 +271,8 @@ class EngineCore:
         """Does this token end the request? Its text is added unless it is a mere end marker."""
         params = sequence.params
         if sequence.grammar is not None and not sequence.grammar.accept(token):
-            sequence.finish_reason, sequence.error = "error", f"token {token} does not fit the grammar"
+            sequence.finish_reason = "error"
+            sequence.error = sequence.grammar.error or f"token {token} does not fit the grammar"
             return True
         if token in sequence.eos_ids or token in params.stop_token_ids:
             sequence.finish_reason = "stop"

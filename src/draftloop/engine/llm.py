@@ -153,6 +153,11 @@ class LLM:
             request_id = _answer_id(output, answer.index)
             running.append(self.engine.core.add(request_id, ids, params.answer(answer.index), speculation=speculation))
             self._open[request_id] = output, running
+        if (grammar := running[0].grammar) is not None:
+            grammar.wait()  # a wrong one is refused, as wrong parameters are
+            if grammar.error is not None:
+                self._close(output)
+                raise RequestError(grammar.error)
         output.prompt_token_ids = running[0].prompt_ids
         return output
 

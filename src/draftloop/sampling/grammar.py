@@ -1,18 +1,17 @@
 """Output that obeys a grammar: which tokens it allows at each position of a block, by xgrammar.
 
 The host knows the grammar, so a row that follows one makes its step wait for the host: drafts are read back,
-masks are written, and acceptance comes after. Grammars are checked when a request comes in and compiled on
-threads of their own; the request waits for its own one, and nobody else does.
+masks are written, and acceptance comes after. Grammars are compiled in other processes, for a limited time
+(`grammar_compiler`); the request waits for its own one, and nobody else does.
 
 Shape suffixes: Q positions of a block, W 32-bit words of a mask.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -21,10 +20,20 @@ from torch import Tensor
 from draftloop.errors import RequestError
 from draftloop.kvcache.constraint_rows import ALL
 from draftloop.request import StructuredOutputsParams
+from draftloop.sampling.grammar_compiler import MAX_CHARACTERS, Compilers, GrammarError, grammar_text, reason
 
 KEPT_GRAMMARS = 128
 """Compiled grammars that are kept for requests to come."""
 THREADS = 2
+"""Grammars that are compiled at the same time."""
+COMPILE_S = 10.0
+"""What a grammar may take to compile."""
+FOLLOW_S, FOLLOW_S_PER_TOKEN = 1.0, 0.01
+"""Processor time that following a grammar may take, in all and for each token: the engine waits for it. Grammars
+that can be read in many ways take seconds for a token; others less than a millisecond."""
+
+_COMPILERS = Compilers()
+"""Of all engines of this process: a compiler takes seconds to start."""
 
 
 class GrammarCompiler:
@@ -35,13 +44,14 @@ class GrammarCompiler:
         self._eos_ids = sorted(i for i in eos_ids if i < vocab_size)
         self._kept: OrderedDict[tuple, Future] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
-        self._compiler: Any = None
+        self._info: Any = None
+        self._info_json = ""
 
     def follow(self, params: StructuredOutputsParams) -> FollowedGrammar:
         """Start compiling, unless it is known already. Returns at once.
 
-        Raises RequestError with the reason for a grammar that says nothing, without a tokenizer, where the model
-        has no token that ends an answer, or without xgrammar (the extra `grammar`).
+        Raises RequestError for a grammar that is too long or no JSON where it must be, without a tokenizer, where
+        the model has no token that ends an answer, or without xgrammar (the extra `grammar`).
         """
         if self._tokenizer is None:
             raise RequestError("structured_outputs needs a tokenizer, and this model came without one")
@@ -54,29 +64,27 @@ class GrammarCompiler:
             raise RequestError(
                 f"structured_outputs.after_token_id is {params.after_token_id}; this model's ids are 0 to {last}"
             )
-        key = (params.kind, _text(getattr(params, params.kind)), params.disable_any_whitespace)
+        text = _text(params)
+        key = (params.kind, text, params.disable_any_whitespace)
         if key not in self._kept:
-            grammar = parse(params)
-            self._start()
-            assert self._pool is not None
-            self._kept[key] = self._pool.submit(self._compile, grammar)
+            import_xgrammar()
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+            self._kept[key] = self._pool.submit(self._compile, params)
             if len(self._kept) > KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return FollowedGrammar(self._kept[key], params.after_token_id, self._vocab_size)
 
-    def _start(self) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
-
-    def _compile(self, grammar: Any) -> Any:
+    def _compile(self, params: StructuredOutputsParams) -> Any:
         xgrammar = import_xgrammar()
-        if self._compiler is None:  # a second thread that comes by makes another: harmless
+        if self._info is None:  # a second thread that comes by makes another: harmless
             info = xgrammar.TokenizerInfo.from_huggingface(
                 self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._eos_ids
             )
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
-        return xgrammar.GrammarMatcher(self._compiler.compile_grammar(grammar))
+            self._info_json, self._info = info.serialize_json(), info
+        compiled = _COMPILERS.compile(params, self._info_json, timeout_s=COMPILE_S)
+        return xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(compiled, self._info))
 
     def close(self) -> None:
         """Let the threads end."""
@@ -93,20 +101,35 @@ class FollowedGrammar:
         self._after = after_token_id
         """Until this token has come, everything is allowed."""
         self._own: Any = None
+        self._num_tokens = 0
+        self._spent_s = 0.0
 
     @property
     def ready(self) -> bool:
         return self._compiled.done()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Block until it is ready, or the time is over."""
         wait([self._compiled], timeout_s)
 
     @property
     def error(self) -> str | None:
-        """Why there is no grammar, once `ready`."""
+        """Why the grammar cannot be followed (any more), once `ready`."""
         failed = self._compiled.exception()
-        return None if failed is None else f"structured_outputs could not be compiled: {_reason(failed)}"
+        if isinstance(failed, GrammarError):
+            return str(failed)
+        if failed is not None:
+            return f"structured_outputs could not be compiled: {reason(failed)}"
+        if self._is_too_slow:
+            return (
+                f"structured_outputs took {self._spent_s:.1f} s to follow for {self._num_tokens} tokens, too much: the "
+                "grammar can be read in too many ways"
+            )
+        return None
+
+    @property
+    def _is_too_slow(self) -> bool:
+        return self._spent_s > FOLLOW_S + FOLLOW_S_PER_TOKEN * self._num_tokens
 
     @property
     def _matcher(self) -> Any:
@@ -119,6 +142,11 @@ class FollowedGrammar:
 
         Where a draft is not allowed, whatever comes after it will be dropped, and everything is allowed.
         """
+        begin = time.thread_time()
+        self._fill(drafts, masks_QW)
+        self._spent_s += time.thread_time() - begin
+
+    def _fill(self, drafts: Sequence[int], masks_QW: Tensor) -> None:
         masks_QW.fill_(ALL)
         matcher, after, num_taken = self._matcher, self._after, 0
         for position in range(masks_QW.shape[0]):
@@ -140,31 +168,16 @@ class FollowedGrammar:
             matcher.rollback(num_taken)
 
     def accept(self, token: int) -> bool:
-        """Go one produced token further. False if the grammar does not allow it."""
+        """Go one produced token further. False if the grammar does not allow it, or is too slow to follow."""
         if self._after is not None:
             if token == self._after:
                 self._after = None
             return True
-        return self._matcher.accept_token(token)
-
-
-def parse(params: StructuredOutputsParams) -> Any:
-    """An `xgrammar.Grammar`. Raises RequestError naming the parameter and what is wrong with it."""
-    xgrammar = import_xgrammar()
-    value, kind = getattr(params, params.kind), params.kind
-    whitespace = not params.disable_any_whitespace
-    make: dict[str, Callable[[], Any]] = {
-        "json": lambda: xgrammar.Grammar.from_json_schema(_json(value), any_whitespace=whitespace),
-        "json_object": lambda: xgrammar.Grammar.from_json_schema('{"type": "object"}', any_whitespace=whitespace),
-        "regex": lambda: xgrammar.Grammar.from_regex(value),
-        "grammar": lambda: xgrammar.Grammar.from_ebnf(value),
-        "choice": lambda: xgrammar.Grammar.from_ebnf("root ::= " + " | ".join(map(json.dumps, value))),
-        "structural_tag": lambda: xgrammar.Grammar.from_structural_tag(_json(value)),
-    }
-    try:
-        return make[kind]()
-    except Exception as error:
-        raise RequestError(f"structured_outputs.{kind} cannot be used: {_reason(error)}") from error
+        begin = time.thread_time()
+        is_allowed = self._matcher.accept_token(token)
+        self._spent_s += time.thread_time() - begin
+        self._num_tokens += 1
+        return is_allowed and not self._is_too_slow
 
 
 def import_xgrammar() -> Any:
@@ -177,16 +190,13 @@ def import_xgrammar() -> Any:
     return xgrammar
 
 
-def _json(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    json.loads(text)  # says where it is wrong
+def _text(params: StructuredOutputsParams) -> str:
+    try:
+        text = grammar_text(params)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.{params.kind} cannot be used: {error}") from error
+    if len(text) > MAX_CHARACTERS:
+        raise RequestError(
+            f"structured_outputs.{params.kind} has {len(text)} characters; at most {MAX_CHARACTERS} are taken"
+        )
     return text
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=False)
-
-
-def _reason(error: BaseException) -> str:
-    """The message without the place in somebody else's source."""
-    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()

@@ -93,6 +93,8 @@ class EngineServer:
     def __init__(self, engine: Engine, socket: zmq.Socket) -> None:
         self._engine, self._core, self._socket = engine, engine.core, socket
         self._cursors: dict[str, _Cursor] = {}
+        self._compiling: dict[str, Sequence] = {}
+        """Not accepted yet: whether their grammars are of any use is being found out."""
         self._is_open = True
         self._last_sent = 0.0
 
@@ -121,6 +123,7 @@ class EngineServer:
             case Abort(request_ids=request_ids):
                 for request_id in request_ids:
                     self._cursors.pop(request_id, None)
+                    self._compiling.pop(request_id, None)
                     self._core.abort(request_id)
                 self._send_progress([])  # what was freed is visible at once
             case AskGraphs():
@@ -136,11 +139,30 @@ class EngineServer:
         except RequestError as error:
             self._send(Refused(request_id=message.request_id, message=str(error)))
             return
-        self._cursors[message.request_id] = _Cursor(sequence)
-        self._send(Accepted(request_id=message.request_id, num_prompt_tokens=sequence.num_prompt))
+        if sequence.grammar is not None:
+            self._compiling[message.request_id] = sequence
+        else:
+            self._accept(sequence)
+
+    def _accept(self, sequence: Sequence) -> None:
+        self._cursors[sequence.request_id] = _Cursor(sequence)
+        self._send(Accepted(request_id=sequence.request_id, num_prompt_tokens=sequence.num_prompt))
+
+    def _accept_compiled(self) -> None:
+        for request_id, sequence in list(self._compiling.items()):
+            assert sequence.grammar is not None
+            if sequence.grammar.ready:
+                del self._compiling[request_id]
+                if sequence.grammar.error is None:
+                    self._accept(sequence)
+                else:
+                    self._core.abort(request_id)
+                    self._send(Refused(request_id=request_id, message=sequence.grammar.error))
 
     def _step(self) -> None:
         changed = self._core.step()
+        if self._compiling:
+            self._accept_compiled()
         updates = []
         for sequence, text in changed:
             if cursor := self._cursors.get(sequence.request_id):

@@ -1,0 +1,77 @@
+"""Grammars that somebody sent to do harm: they cost their own request, and nobody else anything."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from draftloop.errors import RequestError
+from draftloop.request import StructuredOutputsParams
+from draftloop.sampling import grammar as grammar_module
+from draftloop.sampling.grammar_compiler import MAX_CHARACTERS, Compilers, GrammarError
+from helpers import engine, greedy
+
+xgrammar = pytest.importorskip("xgrammar")
+
+SLOW = {"properties": {f"k{i}": {"type": "string", "pattern": "^(.{1,200}y){1,20}$"} for i in range(200)}}
+"""Takes some twenty seconds."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> str:
+    return xgrammar.TokenizerInfo([bytes([i]) for i in range(256)], stop_token_ids=[0]).serialize_json()
+
+
+@pytest.fixture(scope="module")
+def compilers():
+    made = Compilers()
+    yield made
+    made.close()
+
+
+def test_what_takes_too_long_is_given_up_and_the_next_one_compiled(compilers, tokenizer):
+    begin = time.monotonic()
+    with pytest.raises(GrammarError, match=r"structured_outputs\.json takes more than 0.5 s or 2048 MiB to compile"):
+        compilers.compile(StructuredOutputsParams(json=SLOW), tokenizer, timeout_s=0.5)
+    assert time.monotonic() - begin < 15, "starting a process is most of it"
+    assert compilers.compile(StructuredOutputsParams(regex="a+"), tokenizer, timeout_s=10)
+
+
+def test_what_is_nested_too_deeply_is_refused(compilers, tokenizer):
+    deep = "(" * 100_000 + "a" + ")" * 100_000
+    with pytest.raises(GrammarError, match="structured_outputs"):
+        compilers.compile(StructuredOutputsParams(regex=deep + "{1,100000}"), tokenizer, timeout_s=3)
+    assert compilers.compile(StructuredOutputsParams(choice=("a", "b")), tokenizer, timeout_s=10)
+
+
+def test_a_refusal_keeps_the_process(compilers, tokenizer):
+    compilers.compile(StructuredOutputsParams(regex="a"), tokenizer, timeout_s=10)
+    (before,) = compilers._idle
+    with pytest.raises(GrammarError, match=r"structured_outputs\.regex cannot be used"):
+        compilers.compile(StructuredOutputsParams(regex="("), tokenizer, timeout_s=10)
+    assert compilers._idle == [before]
+
+
+def test_a_text_that_is_too_long_is_refused_at_once():
+    from server.servers import byte_model
+
+    llm = engine(byte_model(), enforce_eager=True)
+    long = json.dumps({"enum": ["x" * MAX_CHARACTERS]})
+    with pytest.raises(RequestError, match=rf"characters; at most {MAX_CHARACTERS} are taken"):
+        llm.generate([1], greedy(2, structured_outputs={"json": long}))
+
+
+def test_a_grammar_that_is_slow_to_follow_ends_its_request_alone(monkeypatch):
+    """It can be read in so many ways that each token takes longer than the last."""
+    from server.servers import byte_model
+
+    monkeypatch.setattr(grammar_module, "FOLLOW_S", 0.05)
+    monkeypatch.setattr(grammar_module, "FOLLOW_S_PER_TOKEN", 0.0001)
+    llm = engine(byte_model(), enforce_eager=True)
+    many_ways = 'root ::= a* b\na ::= ("a"* "a"*)* a*\nb ::= root root "b" | "a"'
+    slow, free = llm.generate([[1], [2]], [greedy(500, structured_outputs={"grammar": many_ways}), greedy(20)])
+    assert slow.outputs[0].finish_reason == "error"
+    assert "the grammar can be read in too many ways" in slow.error
+    assert len(free.outputs[0].token_ids) == 20
