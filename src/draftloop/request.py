@@ -282,6 +282,18 @@ Logprobs = dict[int, Logprob]
 """By token id: the token that is there, then the likeliest ones."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSource:
+    """Where a produced token came from."""
+
+    position: int = 0
+    """Its place among the drafts of its step, from 1; 0: the target chose it."""
+    num_drafted: int = 0
+    """Drafts that its step verified."""
+    rejected: tuple[int, ...] = ()
+    """The draft that it replaces, and those behind, which were lost with that one."""
+
+
 @dataclass(kw_only=True)
 class CompletionOutput:
     """One answer. `finish_reason` is "stop", "length", "abort" or "error"; None while it runs."""

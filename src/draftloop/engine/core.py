@@ -10,6 +10,7 @@ from draftloop.engine.detokenizer import Detokenizer
 from draftloop.engine.flight import Emitted, InFlight, Report
 from draftloop.engine.logprobs import LogprobReader
 from draftloop.engine.observe import observed_block, observed_chunks
+from draftloop.engine.sources import block_sources
 from draftloop.engine.stats import EngineStats
 from draftloop.engine.worker import Worker
 from draftloop.errors import RequestError
@@ -59,9 +60,15 @@ class EngineCore:
     # ---- requests ---------------------------------------------------------------------------
 
     def add(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, speculation: bool = True
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        speculation: bool = True,
+        traced: bool = False,
     ) -> Sequence:
-        """Queue a request.
+        """Queue a request. `traced`: its `Sequence.sources` say where each token came from.
 
         Raises RequestError for an id in use, an empty or too long prompt, ids outside of the
         vocabulary, parameters that this engine cannot serve, or a request that the cache could never hold.
@@ -77,6 +84,7 @@ class EngineCore:
             params=params,
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
             speculation=speculation and self.worker.num_drafts > 0,
+            traced=traced,
             bad_words=self.checker.bad_words(params),
             grammar=self.grammars.follow(params.structured_outputs) if params.structured_outputs else None,
         )
@@ -201,6 +209,8 @@ class EngineCore:
                 tokens = [token] if token >= 0 else []
                 self._report(sequence, tokens, report and (report[0][at : at + 1], report[1][at : at + 1]))
                 changed.append(self._append(sequence, tokens))
+                if sequence.traced:
+                    self._trace(sequence, 0, [])
         rows = zip(
             plan.decodes, emitted.tokens, emitted.num_accepted, emitted.num_drafted, emitted.drafted_by, strict=True
         )
@@ -210,6 +220,8 @@ class EngineCore:
                 report = emitted.logprobs
                 self._report(sequence, tokens, report and (report[0][index], report[1][index]))
                 changed.append(self._append(sequence, tokens))
+                if sequence.traced:
+                    self._trace(sequence, num_accepted, emitted.drafts[index] if emitted.drafts else [])
                 if self.worker.observes:
                     assert emitted.hidden is not None, "a step ran past the drafter that observes it"
                     observed.append(observed_block(sequence, known, emitted.hidden[index]))
@@ -249,7 +261,10 @@ class EngineCore:
         for token in tokens:
             sequence.output_ids.append(token)
             self.stats.generated_tokens += 1
-            if self._ends(sequence, token, text):
+            is_last = self._ends(sequence, token, text)
+            if sequence.traced:
+                sequence.text_ends.append(len(text.text))
+            if is_last:
                 break
         if not tokens:
             sequence.finish_reason, sequence.error = "error", _bad_logits(sequence)
@@ -263,6 +278,11 @@ class EngineCore:
             self._forget(sequence)
             self._interrupt()
         return sequence, text.text
+
+    def _trace(self, sequence: Sequence, num_accepted: int, drafts: list[int]) -> None:
+        """Record where the tokens came from that a step has just added."""
+        count = len(sequence.output_ids) - len(sequence.sources)
+        sequence.sources += block_sources(count, num_accepted, drafts)
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id], self._texts[sequence.request_id]

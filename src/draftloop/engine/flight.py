@@ -40,6 +40,8 @@ class Emitted:
     """Per chunk."""
     prompt_logprobs: Report | None = None
     """Per prompt token of all chunks: of the token after it."""
+    drafts: list[list[int]] | None = None
+    """Per decoding row, what was verified; NO_DRAFT where there was nothing. None where no row is traced."""
     prompt_hidden: Tensor | None = None
     """[tokens of all chunks, layers * hidden size], for a drafter that observes."""
     hidden: Tensor | None = None
@@ -100,6 +102,7 @@ class StepInFlight(InFlight):
             lists.get("outcome", []),
             first_tokens=[lists["first_token"][i][0] for i in ending],
             has_drafts=lists.get("has_drafts"),
+            drafts=lists.get("drafts"),
             prompt_hidden=prompt_hidden,
             hidden=hidden,
             logprobs=logprobs,

@@ -98,7 +98,7 @@ class Worker:
         self.table.recorder.order_after_loop()
         kind = SamplingKind.of(sequence.params for sequence in plan.decodes)
         whole = iteration_name(kind)
-        stepwise = any(sequence.stepwise for sequence in plan.decodes)
+        stepwise = any(sequence.stepwise or sequence.traced for sequence in plan.decodes)
         if self.loop and not stepwise and self._num_drafts(plan) == self.num_drafts and self.loop.covers(whole, plan):
             self._write_rows([sequence.row for sequence in plan.decodes])
             return self.loop.launch(whole, plan)
@@ -160,6 +160,7 @@ class Worker:
         whole = iteration_name(kind)
         stepwise = any(sequence.stepwise for sequence in sequences)
         if not stepwise and num_drafts == self.num_drafts and self.table.covers(whole, num_rows):
+            self._copy_drafts(sequences, num_drafts, flight)
             flight.copy("outcome", run(whole, num_rows)["outcome"])
             return
         rounds = self._rounds(kind)
@@ -169,6 +170,7 @@ class Worker:
                 num_drafts = 0  # and nobody else drafts
             for phase in rounds.host if num_drafts else ():
                 run(phase, num_rows)
+        self._copy_drafts(sequences, num_drafts, flight)
         following = [sequence for sequence in sequences if sequence.grammar is not None]
         read_drafts = self._start_reading_drafts(following, num_drafts) if following else None
         outputs = run(verify_name(num_drafts), num_rows)
@@ -184,6 +186,12 @@ class Worker:
         if any(s.speculation for s in sequences):
             for phase in rounds.next if num_drafts or rounds.plain is None else rounds.plain:
                 run(phase, num_rows)
+
+    def _copy_drafts(self, sequences: Many[Sequence], num_drafts: int, flight: StepInFlight) -> None:
+        """For rows that are traced: what is about to be verified, which the step overwrites."""
+        if num_drafts and any(sequence.traced for sequence in sequences):
+            rows_R = self.table.buffers["rows"][: len(sequences)]
+            flight.copy("drafts", self.state.drafts_MK.index_select(0, rows_R))
 
     def _ask_host(self, sequences: Many[Sequence]) -> bool:
         """Let the drafter draft on the host. False if it has nothing for any row."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from draftloop.request import Logprobs, SamplingParams
+from draftloop.request import Logprobs, SamplingParams, TokenSource
 
 
 class Stage(Enum):
@@ -49,6 +49,8 @@ class Sequence:
     eos_ids: frozenset[int]
     speculation: bool = True
     """False: nothing is drafted for this request."""
+    traced: bool = False
+    """Record where each of its tokens came from."""
     grammar: Grammar | None = None
     bad_words: list[list[int]] = field(default_factory=list)
     """Token ids of `params.bad_words`, in every way that they can begin."""
@@ -67,6 +69,10 @@ class Sequence:
     """One for each of `output_ids`, where asked for."""
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     """One for each of `prompt_ids`, where asked for."""
+    sources: list[TokenSource] = field(default_factory=list)
+    """One for each of `output_ids`, where they are traced."""
+    text_ends: list[int] = field(default_factory=list)
+    """How long the text was with each of `output_ids`, likewise. A stop text may have cut it since."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -25,7 +25,7 @@ from draftloop.server.parsers import (
     forced_calls_schema,
 )
 from draftloop.server.protocol import ChatMessage, ChatRequest, NamedTool, Tool
-from draftloop.server.reply import Reply, TokenNames, chat_logprobs, event, prompt_logprobs_dict
+from draftloop.server.reply import Reply, TokenNames, chat_logprobs, event, prompt_logprobs_dict, token_sources
 from draftloop.server.serving import EventStream, Serving, response_id, unless_gone
 
 
@@ -160,7 +160,7 @@ class _Chat:
     def __init__(
         self, serving: Serving, body: ChatRequest, reply: Reply, id: str, prompt_ids: list[int], plan: _ParserPlan
     ) -> None:
-        self._body, self._reply, self._prompt_ids = body, reply, prompt_ids
+        self._serving, self._body, self._reply, self._prompt_ids = serving, body, reply, prompt_ids
         self._parsers = [plan.parser() for _ in reply.answers]
         self._num_calls = [0] * len(reply.answers)
         self._names = TokenNames(as_ids=body.return_tokens_as_token_ids)
@@ -197,7 +197,7 @@ class _Chat:
         """What an update adds to an answer; None for nothing to show."""
         ending = update.ending
         parts = self._parsers[index].feed(update.text, is_last=ending is not None)
-        if not (parts or ending or self._body.logprobs or self._body.return_token_ids):
+        if not (parts or ending or update.traced or self._body.logprobs or self._body.return_token_ids):
             return None
         delta: dict[str, Any] = {}
         if parts.content:
@@ -253,6 +253,8 @@ class _Chat:
         }
         if self._body.return_token_ids:
             facts["token_ids"] = token_ids
+        if self._body.return_token_sources:
+            facts["token_sources"] = token_sources(updates, self._serving.tokenizer.token)
         return facts
 
     def _last(self, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -205,9 +205,15 @@ class EngineClient:
             raise BusyError(f"{len(self._open)} requests are open; this server holds at most {most} at a time")
 
     async def submit(
-        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams, *, speculation: bool = True
+        self,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        speculation: bool = True,
+        traced: bool = False,
     ) -> Answers:
-        """Queue `params.n` answers to each prompt; all or none.
+        """Queue `params.n` answers to each prompt; all or none. `traced`: updates say where tokens came from.
 
         Raises what `check_room` raises, and RequestError for what the engine refuses.
         """
@@ -222,6 +228,7 @@ class EngineClient:
                 prompt_ids=prompt_ids,
                 params=params.answer(index),
                 speculation=speculation,
+                traced=traced,
             )
             for at, prompt_ids in enumerate(prompts)
             for index in range(params.n)

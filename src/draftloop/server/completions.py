@@ -18,6 +18,7 @@ from draftloop.server.reply import (
     completion_logprobs,
     event,
     prompt_logprobs_dict,
+    token_sources,
 )
 from draftloop.server.serving import EventStream, Serving, response_id, unless_gone
 
@@ -72,7 +73,7 @@ class _Completion:
         texts: Sequence[str],
         prompt_ids: Sequence[list[int]],
     ) -> None:
-        self._body, self._params, self._reply = body, params, reply
+        self._serving, self._body, self._params, self._reply = serving, body, params, reply
         self._texts, self._prompt_ids = texts, prompt_ids
         self._names = TokenNames(as_ids=body.return_tokens_as_token_ids)
         self._head = {
@@ -95,9 +96,8 @@ class _Completion:
                 is_first = index not in started
                 started.add(index)
                 choice = self._choice(index, [update], is_first=is_first)
-                if not (
-                    choice["text"] or is_first or update.ending or choice["logprobs"] or self._body.return_token_ids
-                ):
+                shown = choice["text"] or choice["logprobs"] or update.traced or self._body.return_token_ids
+                if not (shown or is_first or update.ending):
                     continue
                 chunk: dict[str, Any] = {**self._head, "choices": [choice]}
                 if usage or every:
@@ -150,6 +150,8 @@ class _Completion:
             choice["token_ids"] = token_ids
             if is_first:
                 choice["prompt_token_ids"] = self._prompt_ids[at]
+        if body.return_token_sources:
+            choice["token_sources"] = token_sources(updates, self._serving.tokenizer.token)
         if body.prompt_logprobs is not None and prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_dict(prompt_logprobs)
         return choice

@@ -33,6 +33,7 @@ from draftloop.server.messages import (
     Progress,
     Ready,
     Refused,
+    TracedToken,
     Update,
     decode_to_engine,
     encode,
@@ -134,7 +135,11 @@ class EngineServer:
     def _add(self, message: Add) -> None:
         try:
             sequence = self._core.add(
-                message.request_id, message.prompt_ids, message.params, speculation=message.speculation
+                message.request_id,
+                message.prompt_ids,
+                message.params,
+                speculation=message.speculation,
+                traced=message.traced,
             )
         except RequestError as error:
             self._send(Refused(request_id=message.request_id, message=str(error)))
@@ -199,7 +204,7 @@ class _Cursor:
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
         self._text = TextCursor(sequence.params.stop)
-        self._num_tokens = 0
+        self._num_tokens = self._num_traced = 0
 
     def update(self, text: str) -> Update:
         """What is new."""
@@ -208,14 +213,30 @@ class _Cursor:
         params = sequence.params
         ended = sequence.finish_reason is not None
         reports_prompt = params.prompt_logprobs is not None and start == 0
+        piece = self._text.advance(text, is_last=ended)
         return Update(
             request_id=sequence.request_id,
-            text=self._text.advance(text, is_last=ended),
+            text=piece,
             token_ids=sequence.output_ids[start:],
             logprobs=None if params.logprobs is None else sequence.logprobs[start:],
             prompt_logprobs=sequence.prompt_logprobs if reports_prompt else None,
             ending=_ending(sequence) if ended else None,
+            traced=self._traced(text, is_last=ended) if sequence.traced else None,
         )
+
+    def _traced(self, text: str, *, is_last: bool) -> list[TracedToken]:
+        """The next tokens whose text has been handed out; at the end the rest, up to where a stop text cut it."""
+        ids, ends, sources = self._sequence.output_ids, self._sequence.text_ends, self._sequence.sources
+        found = []
+        while self._num_traced < len(ids):
+            at = self._num_traced
+            end = len(text) if is_last and at == len(ids) - 1 else ends[at]
+            if end > self._text.num_shown and not is_last:
+                break
+            start = ends[at - 1] if at else 0
+            found.append(TracedToken(token_id=ids[at], text=text[start:end], source=sources[at]))
+            self._num_traced += 1
+        return found
 
 
 def _ending(sequence: Sequence) -> Ending:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from draftloop.request import Logprobs, SamplingParams, SpeculationStats
+from draftloop.request import Logprobs, SamplingParams, SpeculationStats, TokenSource
 
 # ---- to the engine --------------------------------------------------------------------------
 
@@ -18,6 +18,8 @@ class Add(msgspec.Struct, tag=True, kw_only=True):
     prompt_ids: list[int]
     params: SamplingParams
     speculation: bool = True
+    traced: bool = False
+    """Send `Update.traced`."""
 
 
 class Abort(msgspec.Struct, tag=True, kw_only=True):
@@ -90,6 +92,14 @@ class Ending(msgspec.Struct, kw_only=True):
     decode_s: float = 0.0
 
 
+class TracedToken(msgspec.Struct, array_like=True):
+    """A token, where it came from, and the text that it added."""
+
+    token_id: int
+    text: str
+    source: TokenSource
+
+
 class Update(msgspec.Struct, array_like=True):
     """What one step gave to one answer."""
 
@@ -102,6 +112,8 @@ class Update(msgspec.Struct, array_like=True):
     prompt_logprobs: list[Logprobs | None] | None = None
     """One for each token of the prompt, with the first update, where asked for."""
     ending: Ending | None = None
+    traced: list[TracedToken] | None = None
+    """Where asked for, the tokens whose text is now whole and shown; they may be earlier ones than `token_ids`."""
 
 
 def merge(updates: list[Update]) -> Update:
@@ -116,6 +128,7 @@ def merge(updates: list[Update]) -> Update:
         logprobs=None if first.logprobs is None else [one for update in updates for one in update.logprobs or []],
         prompt_logprobs=first.prompt_logprobs,
         ending=last.ending,
+        traced=None if first.traced is None else [one for update in updates for one in update.traced or []],
     )
 
 

@@ -108,6 +108,8 @@ class Sampling(Body):
     request_id: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    return_token_sources: bool = False
+    """Say of each token whether it was drafted, at which position, and which drafts it replaces."""
     speculative: Speculative = Field(default_factory=Speculative)
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from draftloop.request import Logprob, Logprobs, SpeculationStats
 from draftloop.server.client import Answers
 from draftloop.server.errors import ApiError, parameter_of
-from draftloop.server.messages import Ending, Update
+from draftloop.server.messages import Ending, TracedToken, Update
 from draftloop.server.metrics import Metrics
 
 json_bytes = msgspec.json.Encoder().encode
@@ -124,6 +124,21 @@ def speculation_dict(stats: SpeculationStats) -> dict[str, Any]:
         "num_draft_tokens": stats.num_draft_tokens,
         "num_spec_tokens": stats.num_spec_tokens,
     }
+
+
+def token_sources(updates: Sequence[Update], text_of: Callable[[int], str]) -> list[dict[str, Any]]:
+    """`token_sources` of a choice. `text_of` gives the texts of drafts that were rejected."""
+
+    def one(token: TracedToken) -> dict[str, Any]:
+        found: dict[str, Any] = {"token_id": token.token_id, "text": token.text}
+        if token.source.position:
+            return {**found, "source": "draft", "position": token.source.position}
+        if token.source.rejected:
+            rejected = [{"token_id": draft, "text": text_of(draft)} for draft in token.source.rejected]
+            return {**found, "source": "replacement", "rejected": rejected}
+        return {**found, "source": "bonus" if token.source.num_drafted else "plain"}
+
+    return [one(token) for update in updates for token in update.traced or []]
 
 
 def event(value: dict[str, Any]) -> bytes:

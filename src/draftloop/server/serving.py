@@ -75,11 +75,21 @@ class Serving:
         self.check_model(request.model)
         if self.client.state != "ready":
             raise EngineUnavailableError(self.client.reason)
+        if request.return_token_sources and self.client.ready.tokenizer is None:
+            raise ApiError(
+                400, "return_token_sources needs a tokenizer, and this model has none", param="return_token_sources"
+            )
         self.client.check_room(num_prompts * max(request.n or 1, 1))
 
     async def start(self, request: Sampling, prompts: Sequence[list[int]], params: SamplingParams) -> Reply:
         """Queue a request; all of its answers or none."""
-        answers = await self.client.submit(uuid.uuid4().hex, prompts, params, speculation=request.speculative.enabled)
+        answers = await self.client.submit(
+            uuid.uuid4().hex,
+            prompts,
+            params,
+            speculation=request.speculative.enabled,
+            traced=request.return_token_sources,
+        )
         return Reply(answers, n=params.n, max_tokens=params.max_tokens, metrics=self.metrics)
 
 

@@ -13,13 +13,14 @@ class TextCursor:
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = stop
-        self._num_shown = 0
+        self.num_shown = 0
+        """Characters handed out so far."""
 
     def advance(self, text: str, *, is_last: bool = False) -> str:
         """`text` is all there is so far. Returns what is new and will stay."""
         end = len(text) if is_last else len(text) - possible_start(text, self._stop)
-        piece = text[self._num_shown : end]
-        self._num_shown += len(piece)
+        piece = text[self.num_shown : end]
+        self.num_shown += len(piece)
         return piece
 
 
