@@ -230,3 +230,38 @@ def against_transformers(
     from draftloop.bench.against_transformers import run_against_transformers
 
     run_against_transformers(config, output_tokens=output_tokens, repeats=repeats, out=out)
+
+
+@bench.command
+def server(
+    *,
+    streams: int = 16,
+    tokens_per_step: Annotated[tuple[int, ...], NUMBERS] = (1, 3),
+    tokens_per_s: float = 1000.0,
+    seconds: float = 10.0,
+    out: Path = Path("docs/numbers"),
+) -> None:
+    """Processor time that the API process takes for each token it streams, with no model behind it.
+
+    Parameters
+    ----------
+    streams:
+        Requests that are open at the same time.
+    tokens_per_step:
+        Tokens that a request gets at a time: 1 as without speculation, more as with it.
+    tokens_per_s:
+        Tokens that all streams get together.
+    seconds:
+        Length of each measurement.
+    out:
+        Folder or file for the results.
+    """
+    at_least_one(streams=streams, tokens_per_step=min(tokens_per_step, default=0))
+    for name, value in (("tokens-per-s", tokens_per_s), ("seconds", seconds)):
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"--{name} is {value}; it must be above 0")
+    from draftloop.bench.server_overhead import run_server_overhead
+
+    run_server_overhead(
+        streams=streams, tokens_per_step=tokens_per_step, tokens_per_s=tokens_per_s, seconds=seconds, out=out
+    )

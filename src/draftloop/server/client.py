@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +43,8 @@ from draftloop.server.messages import (
 )
 
 State = Literal["starting", "ready", "draining", "dead"]
+EngineMain = Callable[[EngineConfig, str, str], None]
+"""Takes the settings, the address to connect to, and the log level."""
 
 logger = log.get_logger(__name__)
 
@@ -58,8 +60,19 @@ class BusyError(DraftloopError):
 class EngineClient:
     """One engine in a process of its own. All methods belong to one event loop."""
 
-    def __init__(self, config: EngineConfig, *, max_waiting: int, silence_s: float, log_level: str = "INFO") -> None:
-        """`max_waiting` answers may wait for a row; a busy engine that says nothing for `silence_s` is given up."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        max_waiting: int,
+        silence_s: float,
+        log_level: str = "INFO",
+        engine: EngineMain = run,
+    ) -> None:
+        """`max_waiting` answers may wait for a row; a busy engine that says nothing for `silence_s` is given up.
+
+        `engine` is what the engine's process runs.
+        """
         self.config, self.max_waiting, self.silence_s = config, max_waiting, silence_s
         self.state: State = "starting"
         self.reason = "the engine is starting"
@@ -67,7 +80,7 @@ class EngineClient:
         self.counters = Counters()
         self.changed = asyncio.Event()
         """Set whenever the state has changed."""
-        self._log_level = log_level
+        self._log_level, self._engine = log_level, engine
         self._ready: Ready | None = None
         self._open: dict[str, tuple[Answers, int]] = {}
         """By the engine's request id: who waits for it, and as which of its answers."""
@@ -90,7 +103,8 @@ class EngineClient:
         address = f"ipc://{self._folder}/engine"
         self._socket.bind(address)
         spawn = multiprocessing.get_context("spawn")  # a fork would share the event loop, and CUDA forbids it
-        self._process = spawn.Process(target=run, args=(self.config, address, self._log_level), name="draftloop-engine")
+        arguments = self.config, address, self._log_level
+        self._process = spawn.Process(target=self._engine, args=arguments, name="draftloop-engine")
         self._process.start()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]

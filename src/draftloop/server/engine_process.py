@@ -54,7 +54,7 @@ def run(config: EngineConfig, address: str, log_level: str) -> None:
     for name in (signal.SIGINT, signal.SIGTERM):  # the API process decides when this one ends
         signal.signal(name, signal.SIG_IGN)
     log.setup(log_level)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     tqdm.set_lock(threading.RLock())  # its own is shared by processes, and would be left behind by a kill
     context = zmq.Context()
     socket = connect(context, address)
@@ -81,11 +81,16 @@ def connect(context: zmq.Context, address: str) -> zmq.Socket:
     return socket
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Make this process end when the one that started it has ended, however that came."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class EngineServer:

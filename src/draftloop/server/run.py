@@ -13,17 +13,24 @@ from draftloop.config import EngineConfig
 from draftloop.errors import ConfigError
 from draftloop.observability import log
 from draftloop.server.app import make_app
-from draftloop.server.client import EngineClient, wait_for_state
+from draftloop.server.client import EngineClient, EngineMain, wait_for_state
+from draftloop.server.engine_process import run as run_engine
 from draftloop.server.log_stats import log_stats
 from draftloop.server.options import ServerOptions
 
 logger = log.get_logger(__name__)
 
 
-def serve(config: EngineConfig, options: ServerOptions, *, log_level: str = "INFO") -> None:
+def serve(
+    config: EngineConfig, options: ServerOptions, *, log_level: str = "INFO", engine: EngineMain = run_engine
+) -> None:
     """Serve until SIGTERM or SIGINT, then let requests end. Raises ConfigError if the engine cannot start."""
     client = EngineClient(
-        config, max_waiting=options.max_waiting, silence_s=options.engine_silence_s, log_level=log_level
+        config,
+        max_waiting=options.max_waiting,
+        silence_s=options.engine_silence_s,
+        log_level=log_level,
+        engine=engine,
     )
     app = make_app(client, options)
     sock = _listen(options.host, options.port)

@@ -1,0 +1,31 @@
+"""What serving costs is measured with real sockets and processes, and stays below its goal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from draftloop import cli
+from draftloop.bench.server_overhead import GOAL
+
+
+def test_streaming_takes_less_of_a_core_than_allowed(tmp_path, capsys):
+    out = tmp_path / "server.json"
+    command = f"bench server --streams 16 --tokens-per-step 2 --tokens-per-s 1600 --seconds 2 --out {out}"
+    cli.main(command.split())
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in rows] == ["/v1/completions", "/v1/chat/completions"]
+    for row in rows:
+        assert row["cpu_s"] > 0
+        assert 800 < row["tokens_per_s"] < 2000, "the machine keeps up"
+        assert row["value"] == pytest.approx(row["cpu_s"] / (row["tokens_per_s"] * row["seconds"]) * 1e5, rel=0.05)
+        assert row["value"] < GOAL
+    assert "% of a core for 1,000 tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--streams 0", "--tokens-per-step 0", "--tokens-per-s 0", "--seconds -1"])
+def test_wrong_options_are_one_line(option, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "server", *option.split()])
+    assert f"{option.split()[0]} is {option.split()[1]}" in capsys.readouterr().err
