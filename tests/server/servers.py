@@ -176,7 +176,7 @@ def running(
     log = Path(tempfile.mkdtemp(prefix="draftloop-tests-")) / "log"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     if script is not None:
-        environ["PYTHONPATH"] = str(Path(__file__).parent)
+        environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
         environ["TESTS_SCRIPT"] = script
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -186,7 +186,7 @@ class _Chat:
             if self._body.return_token_ids:
                 choice["prompt_token_ids"] = self._prompt_ids
             yield chunk([choice])
-        async for batch in self._reply.updates():
+        async for batch in self._reply.updates(smooth=self._serving.options.smooth_stream):
             choices = [choice for index, update in batch if (choice := self._delta(index, update)) is not None]
             if choices:
                 yield b"".join(chunk([choice]) for choice in choices)

@@ -90,7 +90,7 @@ class _Completion:
         usage = options is not None and options.include_usage
         every = options is not None and options.continuous_usage_stats
         started: set[int] = set()
-        async for batch in self._reply.updates():
+        async for batch in self._reply.updates(smooth=self._serving.options.smooth_stream):
             events = []
             for index, update in batch:
                 is_first = index not in started

@@ -38,6 +38,8 @@ class ServerOptions:
     """Format in which the model calls tools; none leaves calls in the text."""
     reasoning_parser: Literal["think", "none"] = "none"
     """think: what stands between <think> and </think> becomes the answer's reasoning."""
+    smooth_stream: bool = False
+    """Show the tokens of a step one by one, evenly until the next step comes, to people who read along."""
     root_path: str = ""
     """Path under which a proxy offers this server."""
     ssl_keyfile: str | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import msgspec
 
 from draftloop.request import Logprob, Logprobs, SpeculationStats
-from draftloop.server.client import Answers
+from draftloop.server.client import Answers, EngineUnavailableError
 from draftloop.server.errors import ApiError, parameter_of
 from draftloop.server.messages import Ending, TracedToken, Update
 from draftloop.server.metrics import Metrics
+from draftloop.server.smooth import Smoother
 
 json_bytes = msgspec.json.Encoder().encode
 
@@ -22,6 +25,9 @@ class Answer:
 
     def __init__(self) -> None:
         self.num_tokens = 0
+        """That the engine has given."""
+        self.num_shown = 0
+        """That the client is told of."""
         self.ending: Ending | None = None
         self.first_token = 0.0
         self.last_token = 0.0
@@ -37,22 +43,50 @@ class Reply:
         self.created = int(time.time())
         metrics.request(n=n, max_tokens=max_tokens)
 
-    async def updates(self) -> AsyncIterator[list[tuple[int, Update]]]:
-        """What comes, until all answers have ended.
+    async def updates(self, *, smooth: bool = False) -> AsyncIterator[list[tuple[int, Update]]]:
+        """What comes, until all answers have ended; of each answer at most one update at a time.
 
-        Raises EngineUnavailableError if the engine dies, ApiError for an answer that ends in an error.
+        `smooth`: the tokens of a step one by one; see `Smoother`. Raises EngineUnavailableError if the engine dies,
+        ApiError for an answer that ends in an error.
         """
+        smoother = Smoother() if smooth else None
         try:
             num_running = len(self.answers)
             while num_running:
-                batch = await self._answers.next()
-                now = time.monotonic()
+                batch = await (self._arrived() if smoother is None else self._due(smoother))
                 for index, update in batch:
-                    self._count(index, update, now)
-                    num_running -= update.ending is not None
+                    self.answers[index].num_shown += len(update.token_ids)
+                    if update.ending is not None:
+                        num_running -= 1
+                        if update.ending.error is not None:
+                            raise _failed(update.ending.error)
                 yield batch
         finally:
             self.close()
+
+    async def _arrived(self) -> list[tuple[int, Update]]:
+        """What the engine gave since the last time."""
+        batch = await self._answers.next()
+        now = time.monotonic()
+        for index, update in batch:
+            self._measure(index, update, now)
+        return batch
+
+    async def _due(self, smoother: Smoother) -> list[tuple[int, Update]]:
+        """What is to be shown next."""
+        while not (batch := smoother.due(time.monotonic())):
+            wait_s = None if smoother.next_due is None else max(smoother.next_due - time.monotonic(), 0.0)
+            try:
+                async with asyncio.timeout(wait_s):
+                    arrived = await self._arrived()
+            except TimeoutError:
+                continue
+            except EngineUnavailableError:
+                if smoother.next_due is None:
+                    raise
+                return smoother.due(math.inf)  # what was given before is shown
+            smoother.take(arrived, time.monotonic())
+        return batch
 
     def close(self) -> None:
         self._answers.close()
@@ -61,7 +95,7 @@ class Reply:
                 answer.ending = Ending(finish_reason="abort")
                 self._metrics.aborted()
 
-    def _count(self, index: int, update: Update, now: float) -> None:
+    def _measure(self, index: int, update: Update, now: float) -> None:
         answer, count = self.answers[index], len(update.token_ids)
         if count and not answer.num_tokens:
             answer.first_token = now
@@ -79,14 +113,12 @@ class Reply:
                 num_prompt_tokens=self._answers.num_prompt_tokens[index],
                 num_tokens=answer.num_tokens,
             )
-            if update.ending.error is not None:
-                raise _failed(update.ending.error)
 
     def usage(self) -> dict[str, int]:
         """Tokens so far. A prompt counts once, however many answers it gets."""
         counts = self._answers.num_prompt_tokens
         prompt = sum(counts[index] for index in range(0, len(self.answers), self.n))
-        completion = sum(answer.num_tokens for answer in self.answers)
+        completion = sum(answer.num_shown for answer in self.answers)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def metrics(self) -> dict[str, Any] | None:
