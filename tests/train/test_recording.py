@@ -32,8 +32,8 @@ def document(*ids: int, given: int = 1, temperature: float = 0.0) -> Document:
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.int32)])
 def test_documents_come_back_as_they_were(tmp_path, vocab_size, dtype):
     recording = opened(tmp_path, vocab_size)
-    recording.add([document(5, 65_535, 7, given=2), document(8, temperature=0.7)], asked=3)
-    recording.add([document(1, 2)], asked=1)
+    recording.add([document(5, 65_535, 7, given=2), document(8, temperature=0.7)], asked=3, seed=0)
+    recording.add([document(1, 2)], asked=1, seed=0)
     found = Recording.read(tmp_path).documents()
     assert found.token_ids.dtype == dtype
     assert [found.token_ids[a:b].tolist() for a, b in zip(found.starts, found.starts[1:], strict=False)] == [
@@ -43,7 +43,7 @@ def test_documents_come_back_as_they_were(tmp_path, vocab_size, dtype):
     ]
     assert found.num_given.tolist() == [2, 1, 1]
     assert found.temperature.tolist() == pytest.approx([0, 0.7, 0])
-    assert (recording.num_tokens(), recording.num_asked()) == (2, 4)
+    assert (recording.num_tokens(), recording.num_asked(0)) == (2, 4)
     counts = found.token_counts(vocab_size, np.array([True, True, False]))
     assert counts[7] == counts.sum() == 1
 
@@ -155,8 +155,8 @@ def test_a_full_disk_is_said_and_what_was_recorded_can_be_trained_on(tmp_path, m
         record(chosen, recording, rounds=3)
     assert sorted(path.name for path in (tmp_path / "recording").iterdir()) == [
         "recording.json",
-        "tokens-00000.safetensors",
-        "tokens-00001.safetensors",
+        "tokens-0-00000.safetensors",
+        "tokens-0-00001.safetensors",
     ]
     trained = run_train(options(tmp_path, record_only=False, record_tokens=0, steps=1), Eagle3Options(ttt_steps=1))
     assert (trained / "model.safetensors").is_file()
@@ -182,3 +182,13 @@ def test_where_nothing_is_answered_recording_ends_with_an_error(tmp_path, monkey
 def _made(folder):
     folder.mkdir(parents=True)
     return folder
+
+
+def test_runs_with_seeds_of_their_own_record_into_one_folder(tmp_path):
+    recording = opened(tmp_path, 100)
+    for seed, ids in ((1, (3, 4)), (11, (5, 6)), (1, (7, 8))):
+        recording.add([document(*ids)], asked=10 * seed, seed=seed)
+    assert [path.name for path in recording.shards(1)] == ["tokens-1-00000.safetensors", "tokens-1-00001.safetensors"]
+    assert (recording.next_shard(1), recording.next_shard(11), recording.next_shard(0)) == (2, 1, 0)
+    assert (recording.num_asked(1), recording.num_asked(11), recording.num_tokens()) == (20, 110, 3)
+    assert Recording.read(tmp_path).documents().token_ids.tolist() == [3, 4, 7, 8, 5, 6]

@@ -115,7 +115,12 @@ class Eagle3Module(nn.Module):
             follows_BL = batch.follows(2 + step)
             weight_BL = (follows_BL & known_BL[:, seen]).float() * self.options.ttt_decay**step
             step_loss, found_BL = soft_cross_entropy(
-                head_input_BLC, head_WC, teacher[:, seen], weight_BL, compiled=self.subject.compile
+                head_input_BLC,
+                head_WC,
+                teacher[:, seen],
+                weight_BL,
+                acceptance=self.options.acceptance_loss,
+                compiled=self.subject.compile,
             )
             loss, weight = loss + step_loss, weight + weight_BL.sum()
             said_BL = ids_BL[:, 2 + step : 2 + step + length]

@@ -47,6 +47,9 @@ class TrainOptions:
     the third time."""
     max_num_seqs: int | None = None
     """Answers at a time while recording; left out, 512 on a GPU and 16 on a CPU."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that recording takes. With less, several processes, each with a --seed of its own,
+    can record into one folder."""
 
     steps: int | None = None
     """Train for this many steps."""
@@ -109,6 +112,7 @@ class TrainOptions:
             need(name, lambda value: value > 0, "above 0")
         for name in ("greedy_share", "loop_share", "final_rate"):
             need(name, lambda value: 0 <= value <= 1, "in [0, 1]")
+        need("gpu_memory_utilization", lambda value: 0 < value <= 1, "in (0, 1]")
         need("warmup", lambda value: 0 <= value < 1, "in [0, 1)")
         need("weight_decay", lambda value: value >= 0, "0 or above")
         need("record_tokens", lambda value: value >= 0, "0 or above")
@@ -151,9 +155,12 @@ class Eagle3Options:
     """Start the residual stream after the norm of the hidden state, so that it does not grow from draft to draft."""
     attention: Literal["auto", "flex", "dense"] = "auto"
     """How training attends: flex_attention, or with all scores in memory; auto is flex on a GPU."""
+    acceptance_loss: float = 0.0
+    """Weight of -log of the chance that a sampled draft is accepted, beside the cross-entropy."""
 
     def __post_init__(self) -> None:
         check_fields(self, _PREFIX)
+        check(self.acceptance_loss >= 0, self, "acceptance_loss", "0 or above", _PREFIX)
         check(1 <= self.ttt_steps <= 32, self, "ttt_steps", "in [1, 32]", _PREFIX)
         check(0 < self.ttt_decay <= 1, self, "ttt_decay", "in (0, 1]", _PREFIX)
         size, ids = self.draft_vocab_size, self.aux_layer_ids

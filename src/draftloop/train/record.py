@@ -69,6 +69,7 @@ def _engine_settings(options: TrainOptions) -> dict[str, Any]:
     if cuda:
         # prompts are a small part of the work, and their graphs a large one of the start
         settings |= {
+            "gpu_memory_utilization": options.gpu_memory_utilization,
             "max_prefill_rows": min(64, rows),
             "max_num_batched_tokens": 8192,
             "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -107,16 +108,16 @@ class _Recorder:
         most = self.rounds * self.llm.engine.resolved.max_num_seqs
         with tqdm(total=options.record_tokens, initial=have, desc="Recording", unit="token", disable=None) as bar:
             while have < options.record_tokens:
-                number = self.recording.next_shard
+                number = self.recording.next_shard(options.seed)
                 count = min(most, math.ceil((options.record_tokens - have) / mean))
-                documents = self.shard(number, count, self.recording.num_asked())
+                documents = self.shard(number, count, self.recording.num_asked(options.seed))
                 made = sum(len(document.token_ids) - document.num_given for document in documents)
                 if not made:
                     raise CapacityError(
                         f"shard {number} came out empty: the target answers nothing, or every prompt was dropped; "
                         "give prompts with --data"
                     )
-                self.recording.add(documents, asked=count)
+                self.recording.add(documents, asked=count, seed=options.seed)
                 have, mean = have + made, max(made / count, 1.0)
                 bar.update(made)
                 if options.record_minutes is not None and time.monotonic() - started > options.record_minutes * 60:

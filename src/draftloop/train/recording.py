@@ -88,7 +88,8 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A folder of documents of one target. Documents can be added, by any number of runs one after the other."""
+    """A folder of documents of one target. Documents can be added by any number of runs, one after the other; by
+    several at once if their seeds differ."""
 
     folder: Path
     target: str
@@ -127,30 +128,31 @@ class Recording:
         del manifest["format"]
         return cls(folder=folder, **manifest)
 
-    def shards(self) -> list[Path]:
-        return sorted(self.folder.glob("tokens-*.safetensors"))
+    def shards(self, seed: int | None = None) -> list[Path]:
+        """All shards, or those of runs with this seed."""
+        return sorted(self.folder.glob(f"tokens-{'*' if seed is None else seed}-*.safetensors"))
 
-    @property
-    def next_shard(self) -> int:
-        shards = self.shards()
-        return int(shards[-1].stem.split("-")[1]) + 1 if shards else 0
+    def next_shard(self, seed: int) -> int:
+        shards = self.shards(seed)
+        return int(shards[-1].stem.split("-")[2]) + 1 if shards else 0
 
     def num_tokens(self) -> int:
         """Generated tokens, from the shards' headers."""
-        return self._total("generated")
+        return self._total("generated", self.shards())
 
-    def num_asked(self) -> int:
-        """Prompts that were asked, those among them whose answers were dropped."""
-        return self._total("asked")
+    def num_asked(self, seed: int) -> int:
+        """Prompts that were asked with this seed, those among them whose answers were dropped."""
+        return self._total("asked", self.shards(seed))
 
-    def _total(self, key: str) -> int:
+    @staticmethod
+    def _total(key: str, shards: Sequence[Path]) -> int:
         total = 0
-        for path in self.shards():
+        for path in shards:
             with _open(path) as shard:
                 total += int((shard.metadata() or {})[key])
         return total
 
-    def add(self, documents: Sequence[Document], *, asked: int) -> None:
+    def add(self, documents: Sequence[Document], *, asked: int, seed: int) -> None:
         """Write a shard; `asked`: prompts it was made from.
 
         Raises CapacityError if it cannot be written; earlier ones stay as they are.
@@ -162,12 +164,9 @@ class Recording:
             "num_given": made.num_given,
             "temperature": made.temperature,
         }
-        number, metadata = (
-            self.next_shard,
-            {"format": FORMAT, "generated": str(made.num_generated), "asked": str(asked)},
-        )
+        metadata = {"format": FORMAT, "generated": str(made.num_generated), "asked": str(asked)}
         write_file(
-            self.folder / f"tokens-{number:05d}.safetensors",
+            self.folder / f"tokens-{seed}-{self.next_shard(seed):05d}.safetensors",
             lambda path: save_file(tensors, path, metadata=metadata),
             kept=f"the {len(self.shards())} shards before are complete and can be trained on (--record-tokens 0)",
         )

@@ -150,7 +150,6 @@ def _recorded(options: TrainOptions, revision: str, vocab_size: int, world: Worl
         "data": options.data or "prompts that the target invented",
         "greedy answers": options.greedy_share,
         "answers up to": f"{options.answer_tokens} tokens",
-        "recording seed": options.seed,
     }
     recording = Recording.open(
         folder, target=options.target, revision=revision, vocab_size=vocab_size, settings=settings
