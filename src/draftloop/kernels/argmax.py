@@ -77,15 +77,21 @@ def chunk_maxima(x_NV: Tensor) -> Tensor:
     return best_NC
 
 
-def argmax_triton(x_NV: Tensor) -> Tensor:
-    """Twin of `argmax_torch`. Rows may be strided."""
-    best_NC = chunk_maxima(x_NV)
+def best_index(best_NC: Tensor) -> Tensor:
+    """int64 [N]: the index of each row's largest element, from its chunks' packed ones."""
     num_rows, num_chunks = best_NC.shape
-    out_N = torch.empty(num_rows, dtype=torch.int64, device=x_NV.device)
+    out_N = torch.empty(num_rows, dtype=torch.int64, device=best_NC.device)
     if num_rows:
         block = next_power_of_2(num_chunks)
-        _combine_kernel[(num_rows,)](best_NC, out_N, num_chunks, BLOCK=block, num_warps=1, **pdl_options(x_NV.device))
+        _combine_kernel[(num_rows,)](
+            best_NC, out_N, num_chunks, BLOCK=block, num_warps=1, **pdl_options(best_NC.device)
+        )
     return out_N
+
+
+def argmax_triton(x_NV: Tensor) -> Tensor:
+    """Twin of `argmax_torch`. Rows may be strided."""
+    return best_index(chunk_maxima(x_NV))
 
 
 def takes_argmax(x: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Triton where it can run: with a CUDA build of torch, or in its interpreter.
 
-Elsewhere `triton` and `tl` are None and `jit` leaves functions alone, so that importing a kernel
+Elsewhere `triton`, `tl` and `TensorDescriptor` are None and `jit` leaves functions alone, so that importing a kernel
 on a CPU-only machine neither needs Triton nor pays for its import. Tests that use the
 interpreter set TRITON_INTERPRET=1 before anything imports a kernel.
 """
@@ -20,10 +20,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 triton: Any = None
 tl: Any = None
+TensorDescriptor: Any = None
 if torch.version.cuda is not None or INTERPRETED:
     with contextlib.suppress(ImportError):  # no wheel for this platform
         triton = importlib.import_module("triton")
         tl = importlib.import_module("triton.language")
+        TensorDescriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
 
 def jit(*unspecialized: str) -> Callable[[Any], Any]:
@@ -36,6 +38,11 @@ def jit(*unspecialized: str) -> Callable[[Any], Any]:
         return function if triton is None else triton.jit(function, do_not_specialize=list(unspecialized))
 
     return decorate
+
+
+def constant(value: int | float) -> Any:
+    """A module's constant that its kernels may read by name."""
+    return value if tl is None else tl.constexpr(value)
 
 
 @functools.cache

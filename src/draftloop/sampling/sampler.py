@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.argmax import argmax
+from draftloop.kernels.softmax_statistics import Statistics, kept_from
 from draftloop.kvcache.rows import RowState
 from draftloop.request import SamplingParams
 
@@ -25,7 +26,7 @@ class SamplingKind(StrEnum):
     SAMPLED = "sampled"
     """Temperature and min_p."""
     TRUNCATED = "truncated"
-    """top_k or top_p too, which need a sort."""
+    """top_k or top_p too: a search per row on a GPU, a sort on a CPU."""
     CONSTRAINED = "constrained"
     """Logits are changed first: penalties, masks, biases; see `constraints`."""
 
@@ -93,30 +94,28 @@ def probabilities(logits_NV: Tensor, rows: SamplingRows, *, truncate: bool = Tru
     greedy_N1 = (rows.temperature_N == 0)[:, None]
     # the maximum goes first, so that no temperature, however small, makes inf - inf
     top_N1, best_N1 = logits.max(-1, keepdim=True)
-    scaled = (logits - top_N1) / rows.temperature_N[:, None].masked_fill(greedy_N1, 1)
-    # every rule keeps what is at least as likely as some token, so together they are one threshold
-    threshold_N1 = rows.min_p_N[:, None].log()
+    divisor_N1 = rows.temperature_N[:, None].masked_fill(greedy_N1, 1)
+    scaled = (logits - top_N1) / divisor_N1
     if truncate:
-        threshold_N1 = _truncation_threshold(scaled, threshold_N1, rows)
-    probs = scaled.masked_fill(scaled < threshold_N1, float("-inf")).softmax(-1)
+        descending = logits.sort(dim=-1, descending=True).values
+        scaled_descending = (descending - top_N1) / divisor_N1
+        is_out = logits < kept_from(descending, scaled_descending, rows.top_k_N, rows.top_p_N, rows.min_p_N)
+    else:
+        is_out = scaled < rows.min_p_N[:, None].log()
+    probs = scaled.masked_fill(is_out, float("-inf")).softmax(-1)
     ids_V = torch.arange(logits.shape[1], device=logits.device)
     return torch.where(greedy_N1 & top_N1.isfinite(), (ids_V == best_N1).to(torch.float32), probs)
 
 
-def _truncation_threshold(scaled_NV: Tensor, threshold_N1: Tensor, rows: SamplingRows) -> Tensor:
-    """float32 [N, 1]: lowest scaled logit that min_p (the incoming threshold), top_k and top_p keep."""
-    vocab = scaled_NV.shape[1]
-    descending_NV = scaled_NV.sort(dim=-1, descending=True).values
-    top_k_N1 = rows.top_k_N[:, None].to(torch.int64)
-    last_N1 = torch.where(top_k_N1 > 0, top_k_N1, vocab).clamp(max=vocab) - 1
-    threshold_N1 = torch.maximum(threshold_N1, descending_NV.gather(1, last_N1))
-    probs_NV = descending_NV.masked_fill(descending_NV < threshold_N1, float("-inf")).softmax(-1)
-    # a token stays while those before it have not reached top_p: the likeliest one always does
-    before_NV = probs_NV.cumsum(-1) - probs_NV
-    top_p_N1 = rows.top_p_N[:, None]
-    # rounding may push the sum to 1 before the last token
-    kept_N1 = ((before_NV < top_p_N1) | (top_p_N1 >= 1)).sum(-1, keepdim=True)
-    return torch.maximum(threshold_N1, descending_NV.gather(1, (kept_N1 - 1).clamp(min=0)))
+def probabilities_from(logits_NV: Tensor, statistics: Statistics, temperature_N: Tensor) -> Tensor:
+    """`probabilities` of logits whose statistics are known."""
+    token_N1, top_N1, threshold_N1, mass_N1 = (column[:, None] for column in statistics)
+    greedy_N1 = (temperature_N == 0)[:, None]
+    logits = logits_NV.to(torch.float32)
+    weights = ((logits - top_N1) / temperature_N[:, None].masked_fill(greedy_N1, 1)).exp() / mass_N1
+    weights = weights.masked_fill(logits < threshold_N1, 0)
+    ids_V = torch.arange(logits.shape[1], device=logits.device)
+    return torch.where(greedy_N1 & (token_N1 >= 0), (ids_V == token_N1).to(torch.float32), weights)
 
 
 def request_seed(params: SamplingParams, engine_seed: int, request_number: int) -> int:
