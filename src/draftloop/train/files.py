@@ -21,15 +21,15 @@ def make_folder(path: Path, option: str) -> Path:
     return path
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path, names: str = "*") -> None:
     """What processes that were killed left half written."""
-    for part in folder.glob(".*.part"):
-        part.unlink()
+    for part in folder.glob(f".{names}.part"):
+        part.unlink(missing_ok=True)
 
 
 def write_file(path: Path, write: Callable[[Path], object], *, kept: str) -> None:
     """Write under another name, then rename. Raises CapacityError saying what is `kept` if it cannot be written."""
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(part)
         with part.open("rb+") as file:

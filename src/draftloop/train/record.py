@@ -37,7 +37,7 @@ def record(options: TrainOptions, recording: Recording, *, rounds: int = ROUNDS)
     Raises ConfigError for prompts that cannot be read, and CapacityError where the disk is full; shards
     written before stay usable.
     """
-    remove_leftovers(recording.folder)
+    remove_leftovers(recording.folder, f"tokens-{options.seed}-*")
     have = recording.num_tokens()
     if have >= options.record_tokens:
         logger.info("%s holds %d generated tokens: nothing to record", recording.folder, have)
