@@ -92,7 +92,8 @@ def time_us(
         calls[0]()  # compile outside of the capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # other threads may be compiling
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(rounds):
             for call in calls:
                 call()

@@ -1,0 +1,253 @@
+"""Which tiles make layers of many tokens faster than cuBLAS: what `kernels.linear_wide.MEASURED` is made of.
+
+    python -m draftloop.bench.sweep_wide --out sweep.json            # on the GPU; keeps what it has when cut off
+    python -m draftloop.bench.sweep_wide --entries sweep.json        # anywhere: the table's entries
+
+Every time includes the kernel that follows the layer in a model (norm, gate, argmax), since splits shift work to
+it, a fused gate spares it, and cuBLAS starts no kernel before the last one has drained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, cold_weights, time_us
+from draftloop.bench.stamp import stamp
+from draftloop.kernels.argmax import argmax
+from draftloop.kernels.linear import linear_torch
+from draftloop.kernels.linear_wide import Kind, WideTiles, compile_ahead, linear_wide_triton, token_parts
+from draftloop.kernels.rms_norm import add_rms_norm
+from draftloop.kernels.silu_mul import silu_mul
+
+NUM_SMS = 132
+SHARED_BYTES = 227 << 10
+L2_BYTES_PER_SECOND = 6.5e12
+SM_BYTES_PER_SECOND = 90e9
+"""From L2. Both are guesses, which only rank candidates."""
+MAX_ERROR = 1e-2
+"""Of the norm of the difference to cuBLAS; larger: the kernel is wrong."""
+GAIN = 0.98
+"""Tiles enter the table if they take less than this share of cuBLAS' time."""
+
+
+class Layer(NamedTuple):
+    name: str
+    columns: int
+    size: int
+    kinds: tuple[Kind, ...]
+
+
+LAYERS = [
+    Layer("gate_up", 28672, 4096, (Kind.GATED, Kind.PLAIN)),
+    Layer("down", 4096, 14336, (Kind.SUMS,)),
+    Layer("qkv", 6144, 4096, (Kind.SUMS, Kind.PLAIN)),
+    Layer("o", 4096, 4096, (Kind.SUMS,)),
+    Layer("lm_head", 128256, 4096, (Kind.PLAIN,)),
+]
+TOKENS = (192, 768, 96, 128, 256)
+
+
+def estimate_us(layer: Layer, tokens: int, kind: Kind, tiles: WideTiles, per_sm: int) -> float:
+    """Roughly how long a layer takes with so many programs on an SM at once."""
+    blocks, first, second = token_parts(tokens, tiles.max_tokens)
+    part = first + second
+    programs = blocks * -(-layer.columns // tiles.block_n) * tiles.splits
+    waves, active = -(-programs // (NUM_SMS * per_sm)), min(programs, NUM_SMS * per_sm)
+    depth = layer.size / tiles.splits
+    operations, num_bytes = (2 * tiles.block_n * part * depth, (tiles.block_n + part) * depth * DTYPE.itemsize)
+    rate = min(L2_BYTES_PER_SECOND / active, SM_BYTES_PER_SECOND / per_sm)
+    seconds = waves * max(operations * NUM_SMS * per_sm / OPERATIONS_PER_SECOND, num_bytes / rate)
+    if kind is Kind.SUMS:
+        seconds += 2 * 4 * tiles.splits * tokens * layer.columns / L2_BYTES_PER_SECOND
+    return max(seconds, layer.columns * layer.size * DTYPE.itemsize / BYTES_PER_SECOND) * 1e6
+
+
+def num_stages(block_n: int, block_k: int, part: int, warps: int, per_sm: int) -> int:
+    """The deepest pipeline that so many programs on an SM have room for; 0: they do not fit."""
+    registers = (block_n * part // (32 * warps) + 48) * 32 * warps
+    if registers * per_sm > 65536 or registers > 255 * 32 * warps:
+        return 0
+    return min(6, (SHARED_BYTES // per_sm - 1024) // ((block_n + part) * block_k * DTYPE.itemsize))
+
+
+def candidates(layer: Layer, tokens: int, kind: Kind, limit: int) -> list[WideTiles]:
+    """The `limit` tiles that should be fastest."""
+    found: dict[tuple, tuple[float, WideTiles]] = {}
+    shapes = ((64, 4, 1), (64, 4, 2), (128, 8, 1), (128, 4, 1), (128, 4, 2), (256, 8, 1))
+    grid = itertools.product(shapes, (64, 128), (64, 96, 128, 160, 192, 256), range(1, 9))
+    for (block_n, warps, per_sm), block_k, max_tokens, splits in grid:
+        if (splits > 1 and kind is not Kind.SUMS) or (kind is Kind.GATED and block_n < 128):
+            continue
+        parts = token_parts(tokens, max_tokens)
+        stages = num_stages(block_n, block_k, parts.first + parts.second, warps, per_sm)
+        if stages >= (2 if block_k == 64 and per_sm == 2 else 3):
+            tiles = WideTiles(block_n, block_k, splits, max_tokens, warps, stages)
+            key = (*tiles._replace(max_tokens=0), parts)  # several limits come to the same launch
+            # long blocks have half the loop's overhead, and a tail twice as long
+            slower = 1.03 if block_k == 128 or (block_n, warps, per_sm) == (128, 4, 1) else 1.0
+            found.setdefault(key, (slower * estimate_us(layer, tokens, kind, tiles, per_sm), tiles))
+    return [tiles for _, tiles in sorted(found.values())[:limit]]
+
+
+def followed(kind: Kind, name: str, tokens: int, columns: int, device: torch.device) -> Callable[[Tensor], Any]:
+    """What runs behind the layer in a model."""
+    if name == "lm_head":
+        return argmax
+    if name == "gate_up":
+        return (lambda out: out) if kind is Kind.GATED else silu_mul
+    # after qkv, which no norm follows, it stands for a kernel that adds up as this one does
+    residual = torch.randn(tokens, columns, dtype=DTYPE, device=device)
+    weight = torch.ones(columns, dtype=DTYPE, device=device)
+    return lambda out: add_rms_norm(out, residual, weight, 1e-5)
+
+
+class Cell(NamedTuple):
+    """One layer at one number of tokens, with the candidates being compiled."""
+
+    layer: Layer
+    tokens: int
+    tiles: list[tuple[Kind, WideTiles, Future[None]]]
+
+
+def plan(cells: Iterable[tuple[Layer, int]], pool: ThreadPoolExecutor, limit: int, device: torch.device) -> list[Cell]:
+    """Has everything compiled, what is measured first first."""
+    planned, weights = [], {}
+    for layer, tokens in cells:
+        # compiling reads shapes and alignment alone
+        x = torch.empty(tokens, layer.size, dtype=DTYPE, device=device)
+        if layer not in weights:
+            weights[layer] = torch.empty(layer.columns, layer.size, dtype=DTYPE, device=device)
+        tiles = []
+        for kind in layer.kinds:
+            for t in candidates(layer, tokens, kind, limit):
+                dtype = torch.float32 if kind is Kind.SUMS else DTYPE
+                out = torch.empty(t.splits * tokens * layer.columns, dtype=dtype, device=device)
+                tiles.append((kind, t, pool.submit(compile_ahead, x, weights[layer], None, out, kind=kind, tiles=t)))
+        planned.append(Cell(layer, tokens, tiles))
+    return planned
+
+
+@torch.inference_mode()
+def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
+    """cuBLAS' time and that of each candidate, fastest first."""
+    layer, tokens, _ = cell
+    x = torch.randn(tokens, layer.size, dtype=DTYPE, device=device)
+    weights = cold_weights(layer.columns, layer.size, device)
+    min_calls = 8 if layer.columns * layer.size > 2**28 else 24
+    plain = followed(Kind.PLAIN, layer.name, tokens, layer.columns, device)
+
+    def time_it(run: Callable[[Tensor], Any]) -> float:
+        return time_us([lambda weight=weight: run(weight) for weight in weights], min_calls=min_calls, repeats=7)[0]
+
+    cublas = time_it(lambda weight: plain(linear_torch(x, weight)))
+    results = []
+    for kind, tiles, compiled in cell.tiles:
+        follow = followed(kind, layer.name, tokens, layer.columns, device)
+        try:
+            compiled.result()
+            out = linear_wide_triton(x, weights[0], kind=kind, tiles=tiles)
+            error = relative_error(out, linear_torch(x, weights[0]), kind)
+            time = time_it(
+                lambda weight, kind=kind, tiles=tiles, follow=follow: follow(
+                    linear_wide_triton(x, weight, kind=kind, tiles=tiles)
+                )
+            )
+            results.append({"us": time, "error": error, "kind": kind.value, "tiles": list(tiles)})
+        except Exception as failure:  # too many resources, most likely: no candidate
+            results.append({"failed": repr(failure)[:300], "kind": kind.value, "tiles": list(tiles)})
+    results.sort(key=lambda result: result.get("us", float("inf")))
+    num_bytes = (layer.columns * layer.size + tokens * (layer.size + layer.columns)) * DTYPE.itemsize
+    operations = 2 * tokens * layer.columns * layer.size
+    return {
+        "layer": layer.name,
+        "columns": layer.columns,
+        "size": layer.size,
+        "tokens": tokens,
+        "floor_us": max(num_bytes / BYTES_PER_SECOND, operations / OPERATIONS_PER_SECOND) * 1e6,
+        "cublas_us": cublas,
+        "results": results,
+    }
+
+
+def relative_error(out: Tensor, expected: Tensor, kind: Kind) -> float:
+    """Norm of the difference to cuBLAS' output over the norm of that."""
+    out = out.sum(0) if kind is Kind.SUMS else out.float()
+    expected = (silu_mul(expected) if kind is Kind.GATED else expected).float()
+    return ((out - expected).norm() / expected.norm()).item()
+
+
+def usable(row: dict[str, Any], *, kinds: Iterable[Kind] = tuple(Kind)) -> list[dict[str, Any]]:
+    return [r for r in row["results"] if r["kind"] in kinds and r.get("error", 1.0) < MAX_ERROR]
+
+
+def table(row: dict[str, Any]) -> Iterator[str]:
+    floor, cublas = row["floor_us"], row["cublas_us"]
+    yield f"{row['layer']:8} T={row['tokens']:<4} floor {floor:7.1f}  cuBLAS {cublas:7.1f} us"
+    for r in usable(row)[:3]:
+        yield f"    {r['us']:7.1f} us {r['us'] / cublas:5.2f}  {r['kind']:6} {WideTiles(*r['tiles'])}"
+    for r in row["results"]:
+        if r.get("error", 0.0) >= MAX_ERROR:
+            yield f"    WRONG by {r['error']:.2g}: {r['kind']} {r['tiles']}"
+    if failed := [r for r in row["results"] if "failed" in r]:
+        yield f"    {len(failed)} failed, the first with {failed[0]['failed'][:160]}"
+
+
+def entries(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Lines of `MEASURED`: each holds from two thirds of the tokens measured, or the next smaller measurement."""
+    yield "    # (N, K, kind): {Range(tokens): the fastest tiles}"
+    layers = {(row["columns"], row["size"]) for row in rows}
+    for columns, size in sorted(layers):
+        mine = sorted((r for r in rows if (r["columns"], r["size"]) == (columns, size)), key=lambda r: r["tokens"])
+        for kind in Kind:
+            lines, before = [], 64
+            for row in mine:
+                first, before = max(before + 1, row["tokens"] * 2 // 3), row["tokens"]
+                found = usable(row, kinds=[kind])
+                if found and found[0]["us"] < GAIN * row["cublas_us"]:
+                    times = f"{found[0]['us']:.1f} us, cuBLAS {row['cublas_us']:.1f}"
+                    tiles = WideTiles(*found[0]["tiles"])
+                    lines.append(f"        Range({first}, {row['tokens']}): WideTiles{tuple(tiles)},  # {times}")
+            if lines:
+                yield from (f"    ({columns}, {size}, Kind.{kind.name}): {{", *lines, "    },")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON of results; written anew after every layer")
+    parser.add_argument("--entries", type=Path, help="print the table's entries of such a file, and measure nothing")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS])
+    parser.add_argument("--candidates", type=int, default=8, help="tiles tried per layer, tokens and kind")
+    parser.add_argument("--seconds", type=float, default=110, help="start no new measurement after this long")
+    args = parser.parse_args()
+    if args.entries:
+        print("\n".join(entries(json.loads(args.entries.read_text())["rows"])))
+        return
+    begin, device = time.perf_counter(), torch.device("cuda")
+    cells = [(layer, tokens) for tokens in args.tokens for layer in LAYERS if layer.name in args.layers]
+    report: dict[str, Any] = {"stamp": stamp(), "rows": []}
+    with ThreadPoolExecutor(16) as pool:
+        for cell in plan(cells, pool, args.candidates, device):
+            if time.perf_counter() - begin > args.seconds:
+                print(f"stopped after {args.seconds:g} s", flush=True)
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
+            row = measure(cell, device)
+            report["rows"].append(row)
+            if args.out:
+                args.out.write_text(json.dumps(report, indent=1))
+            print(*table(row), f"    {time.perf_counter() - begin:.0f} s", sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
