@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -168,11 +168,17 @@ def events(response: Any) -> Iterator[Any]:
 
 @contextmanager
 def running(
-    *arguments: str, script: str | None = None, ready: bool = True, silence_s: int = 15, **environment: str
+    *arguments: str,
+    model: str | None = None,
+    script: str | None = None,
+    ready: bool = True,
+    silence_s: int = 15,
+    limits: Sequence[str] = LIMITS,
+    **environment: str,
 ) -> Iterator[Server]:
     """A server over the byte model; `script` is the file of a scripted drafter's answers."""
     command = [sys.executable, "-m", "draftloop", "serve"] if script is None else [sys.executable, __file__]
-    limits = [*LIMITS, "--engine-silence-s", str(silence_s)]
+    limits = [*limits, "--engine-silence-s", str(silence_s)]
     log = Path(tempfile.mkdtemp(prefix="draftloop-tests-")) / "log"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     if script is not None:
@@ -180,7 +186,7 @@ def running(
         environ["TESTS_SCRIPT"] = script
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, byte_model(), "--port", "0", *limits, *arguments], stdout=out, stderr=out, env=environ
+            [*command, model or byte_model(), "--port", "0", *limits, *arguments], stdout=out, stderr=out, env=environ
         )
     server = Server(process, log)
     try:

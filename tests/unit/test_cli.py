@@ -104,7 +104,7 @@ def llm(monkeypatch):
     monkeypatch.setattr(FakeLLM, "made", [])
     monkeypatch.setattr(resolve, "SHIPPED", Path("nothing is shipped"))
     # Other tests of this process listen to the log through its parents.
-    monkeypatch.setattr(cli.log, "setup", lambda level: None)
+    monkeypatch.setattr(cli.log, "setup", lambda *options: None)
 
 
 def test_run_streams_the_answer_then_a_summary(capsys):

@@ -22,13 +22,13 @@ from draftloop.server.messages import (
     Abort,
     Accepted,
     Add,
-    AskGraphs,
+    Ask,
     Close,
     Counters,
     Ending,
-    Graphs,
     Progress,
     Ready,
+    Told,
     Update,
     decode_to_engine,
     encode,
@@ -88,8 +88,8 @@ class SyntheticEngine:
             case Abort(request_ids=request_ids):
                 for request_id in request_ids:
                     self._running.pop(request_id, None)
-            case AskGraphs():
-                self._socket.send(encode(Graphs(report={"rows": []})))
+            case Ask():
+                self._socket.send(encode(Told(answer={"rows": []})))
             case Close():
                 self._is_open = False
 

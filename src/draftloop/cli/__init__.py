@@ -55,7 +55,8 @@ logger = log.get_logger(__name__)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line. What a user got wrong is one line on stderr and exit code 2."""
     try:
-        log.setup(Environment.read().log_level)
+        environment = Environment.read()
+        log.setup(environment.log_level, environment.log_format)
         app(argv, exit_on_error=False, print_error=False, result_action="return_value")
     except (DraftloopError, CycloptsError) as error:
         logger.debug("where it happened", exc_info=True)

@@ -13,6 +13,7 @@ from draftloop.errors import ConfigError, nearest
 PREFIX = "DRAFTLOOP_"
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+LogFormat = Literal["text", "json"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +22,16 @@ class Environment:
 
     log_level: LogLevel = "INFO"
     """How much is logged to stderr: DEBUG, INFO, WARNING or ERROR."""
+    log_format: LogFormat = "text"
+    """How a line of the log looks: text, or json, an object on each line."""
     cache_root: Path
     """Folder of converted models; by default draftloop/ in the user's cache folder."""
     api_key: str | None = None
     """Key that clients of `draftloop serve` must send, beside those of --api-key."""
     poison: bool = False
     """Fill padding, free pages and graph-owned memory with NaN before every replay (tests)."""
+    nvtx: bool = False
+    """Name every step and phase for nsys, as NVTX ranges."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
@@ -41,16 +46,27 @@ class Environment:
         level = given.get(PREFIX + "LOG_LEVEL", "INFO").upper()
         if level not in get_args(LogLevel):
             raise ConfigError(f"{PREFIX}LOG_LEVEL is {level!r}; it must be one of {', '.join(get_args(LogLevel))}")
-        poison = given.get(PREFIX + "POISON", "0").lower()
-        if poison not in ("0", "1", "false", "true"):
-            raise ConfigError(f"{PREFIX}POISON is {poison!r}; it must be 0 or 1")
+        log_format = given.get(PREFIX + "LOG_FORMAT", "text").lower()
+        if log_format not in get_args(LogFormat):
+            raise ConfigError(
+                f"{PREFIX}LOG_FORMAT is {log_format!r}; it must be one of {', '.join(get_args(LogFormat))}"
+            )
         root = given.get(PREFIX + "CACHE_ROOT")
         return cls(
             log_level=level,  # pyrefly: ignore[bad-argument-type]
+            log_format=log_format,  # pyrefly: ignore[bad-argument-type]
             cache_root=Path(root).expanduser() if root else _user_cache(environ) / "draftloop",
             api_key=given.get(PREFIX + "API_KEY"),
-            poison=poison in ("1", "true"),
+            poison=_flag(given, "POISON"),
+            nvtx=_flag(given, "NVTX"),
         )
+
+
+def _flag(given: Mapping[str, str], name: str) -> bool:
+    value = given.get(PREFIX + name, "0").lower()
+    if value not in ("0", "1", "false", "true"):
+        raise ConfigError(f"{PREFIX}{name} is {value!r}; it must be 0 or 1")
+    return value in ("1", "true")
 
 
 def _user_cache(environ: Mapping[str, str]) -> Path:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.engine import EngineConfig
+from draftloop.config.env import Environment
 from draftloop.config.resolve import Facts, Resolved, resolve
 from draftloop.drafters.base import Drafter, Target, drafter_class
 from draftloop.drafters.made_for import warn_of_other_target
@@ -23,6 +24,7 @@ from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
 from draftloop.engine.iteration import iteration_phases
 from draftloop.engine.logprobs import logprob_phases
+from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
 from draftloop.engine.target import outcome_width, target_phases
 from draftloop.engine.worker import Worker
 from draftloop.graphs.phase import Key, ModeSetting
@@ -42,6 +44,7 @@ from draftloop.models.loader import (
     load_model,
     load_tokenizer,
     resolve_model,
+    sampling_defaults,
 )
 from draftloop.sampling.accept import accept_sampled_rows, conditional_rates
 from draftloop.sampling.block_verification import accept_block_rows
@@ -69,6 +72,8 @@ class Engine:
     tokenizer: Any
     model_config: ModelConfig
     resolved: Resolved
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    """What the model's generation_config.json says of sampling."""
     seconds: dict[str, float] = field(default_factory=dict)
     """How long each part of the start took."""
 
@@ -76,6 +81,8 @@ class Engine:
 def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     """Build an engine. Raises ConfigError, CapacityError or GraphError with what to change."""
     clock = _Clock()
+    if Environment.read().nvtx:
+        check_nvtx()
     source = resolve_model(
         config.model, revision=config.revision, download_dir=config.download_dir, load_format=config.load_format
     )
@@ -232,6 +239,8 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         tokenizer=tokenizer,
         max_logprobs=config.max_logprobs,
     )
+    if Environment.read().nvtx:
+        name_steps(core, nvtx_range)
     clock.lap("tokenizer")
     engine = Engine(
         core=core,
@@ -241,6 +250,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         tokenizer=tokenizer,
         model_config=model_config,
         resolved=resolved,
+        sampling_defaults=sampling_defaults(source),
         seconds=clock.laps,
     )
     _log(config, engine)

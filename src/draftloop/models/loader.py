@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftloop.errors import ConfigError
 from draftloop.models.config import GEMMA4_ARCHITECTURES, PRESETS, ModelConfig
@@ -45,6 +45,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "resolve_model",
+    "sampling_defaults",
 ]
 
 DUMMY_STD = 0.02
@@ -72,6 +73,17 @@ def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
         if ids is not None:
             return (ids,) if isinstance(ids, int) else tuple(ids)
     return load_config(source).eos_token_ids
+
+
+def sampling_defaults(source: ModelSource) -> dict[str, Any]:
+    """What generation_config.json says of sampling, by the names of `SamplingParams`."""
+    path = source.folder / "generation_config.json" if source.folder is not None else None
+    if path is None or not path.is_file():
+        return {}
+    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    values = read_json(path)
+    given = {mine: values.get(theirs) for theirs, mine in {**names, "max_new_tokens": "max_tokens"}.items()}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:

@@ -26,6 +26,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/load", "/metrics"})
 
 def make_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     """The application. It starts the engine's process with itself, and ends it with itself."""
+    serving = Serving(client, options)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -34,6 +35,7 @@ def make_app(client: EngineClient, options: ServerOptions) -> FastAPI:
             yield
         finally:
             await client.close()
+            await serving.close()
 
     app = FastAPI(
         title="draftloop",
@@ -43,7 +45,6 @@ def make_app(client: EngineClient, options: ServerOptions) -> FastAPI:
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
     )
-    serving = Serving(client, options)
     for router in (completions_router(serving), chat_router(serving), admin_router(serving)):
         app.include_router(router)
     add_error_handlers(app)

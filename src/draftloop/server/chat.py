@@ -37,12 +37,15 @@ def chat_router(serving: Serving) -> APIRouter:
         serving.check(body)
         _check(body, serving)
         text = render(serving, body)
-        params, ids = body.sampling_params(), await serving.encode(text, add_special_tokens=body.add_special_tokens)
+        params, ids = (
+            body.sampling_params(serving.sampling_defaults),
+            await serving.encode(text, add_special_tokens=body.add_special_tokens),
+        )
         plan = _ParserPlan(serving, body, text)
         params = plan.constrain(params)
         id = response_id("chatcmpl", body, http)
-        reply = await serving.start(body, [ids], params)
-        chat = _Chat(serving, body, reply, id, ids, plan)
+        reply = await serving.start(body, [ids], params, id, http)
+        chat = _Chat(serving, body, reply, ids, plan)
         if body.stream:
             return EventStream(reply, chat.stream())
         return await unless_gone(http, reply, chat.whole())
@@ -158,13 +161,13 @@ class _Chat:
     """A reply in the shape of chats."""
 
     def __init__(
-        self, serving: Serving, body: ChatRequest, reply: Reply, id: str, prompt_ids: list[int], plan: _ParserPlan
+        self, serving: Serving, body: ChatRequest, reply: Reply, prompt_ids: list[int], plan: _ParserPlan
     ) -> None:
         self._serving, self._body, self._reply, self._prompt_ids = serving, body, reply, prompt_ids
         self._parsers = [plan.parser() for _ in reply.answers]
         self._num_calls = [0] * len(reply.answers)
         self._names = TokenNames(as_ids=body.return_tokens_as_token_ids)
-        self._head = {"id": id, "created": reply.created, "model": serving.names[0]}
+        self._head = {"id": reply.id, "created": reply.created, "model": serving.names[0]}
 
     # ---- streamed ---------------------------------------------------------------------------
 

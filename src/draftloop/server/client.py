@@ -26,15 +26,16 @@ from draftloop.server.messages import (
     Abort,
     Accepted,
     Add,
-    AskGraphs,
+    Ask,
     Close,
     Counters,
     Failed,
-    Graphs,
     Progress,
+    Question,
     Ready,
     Refused,
     ToEngine,
+    Told,
     Update,
     check_params,
     decode_from_engine,
@@ -78,6 +79,8 @@ class EngineClient:
         self.reason = "the engine is starting"
         """Why it does not serve, unless it is ready."""
         self.counters = Counters()
+        self.on_step: Callable[[int], None] = lambda num_tokens: None
+        """Called with how many tokens a step of the engine processed and produced, where it did any."""
         self.changed = asyncio.Event()
         """Set whenever the state has changed."""
         self._log_level, self._engine = log_level, engine
@@ -269,13 +272,16 @@ class EngineClient:
         if known:
             self._send(Abort(request_ids=known))
 
-    async def graphs(self) -> dict[str, Any]:
-        """The coverage table. Raises EngineUnavailableError without an engine."""
+    async def ask(self, question: Question, *, profile_dir: str | None = None) -> dict[str, Any]:
+        """What the engine answers between two steps.
+
+        Raises EngineUnavailableError without an engine, RequestError where it cannot do what it is asked for.
+        """
         if self.state not in ("ready", "draining"):
             raise EngineUnavailableError(self.reason)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._questions.append(future)
-        self._send(AskGraphs())
+        self._send(Ask(question=question, profile_dir=profile_dir))
         try:
             return await future
         except asyncio.CancelledError:
@@ -302,7 +308,11 @@ class EngineClient:
     def _take(self, message: Any) -> None:
         match message:
             case Progress():
-                self.counters = message.counters
+                before, now = self.counters, message.counters
+                self.counters = now
+                num_tokens = now.prompt_tokens - before.prompt_tokens + now.generated_tokens - before.generated_tokens
+                if num_tokens:
+                    self.on_step(num_tokens)
                 for update in message.updates:
                     self._deliver(update)
             case Accepted(request_id=request_id, num_prompt_tokens=count):
@@ -312,10 +322,12 @@ class EngineClient:
             case Refused(request_id=request_id, message=text):
                 if request_id in self._open:
                     self._open.pop(request_id)[0].refuse(text)
-            case Graphs(report=report):
+            case Told(answer=answer, error=error):
                 future = self._questions.popleft()
-                if not future.done():
-                    future.set_result(report)
+                if not future.done() and error is None:
+                    future.set_result(answer)
+                elif not future.done():
+                    future.set_exception(RequestError(error or ""))
             case Ready():
                 self._ready = message
                 self._enter("ready", "")

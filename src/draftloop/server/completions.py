@@ -30,15 +30,15 @@ def completions_router(serving: Serving) -> APIRouter:
     async def completions(body: CompletionRequest, http: Request) -> Response:
         texts, given_ids = _prompts(body.prompt)
         serving.check(body, len(texts) or len(given_ids))
-        params = body.sampling_params()
+        params = body.sampling_params(serving.sampling_defaults)
         if body.echo and body.logprobs is not None and params.n > 1:
             raise ApiError(400, "n must be 1 with echo and logprobs", param="n")
         ids = given_ids or [await serving.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]
         if body.echo and not texts:
             texts = [serving.tokenizer.decode(one) for one in ids]
         id = response_id("cmpl", body, http)
-        reply = await serving.start(body, ids, params)
-        completion = _Completion(serving, body, params, reply, id, texts, ids)
+        reply = await serving.start(body, ids, params, id, http)
+        completion = _Completion(serving, body, params, reply, texts, ids)
         if body.stream:
             return EventStream(reply, completion.stream())
         return await unless_gone(http, reply, completion.whole())
@@ -69,7 +69,6 @@ class _Completion:
         body: CompletionRequest,
         params: SamplingParams,
         reply: Reply,
-        id: str,
         texts: Sequence[str],
         prompt_ids: Sequence[list[int]],
     ) -> None:
@@ -77,7 +76,7 @@ class _Completion:
         self._texts, self._prompt_ids = texts, prompt_ids
         self._names = TokenNames(as_ids=body.return_tokens_as_token_ids)
         self._head = {
-            "id": id,
+            "id": reply.id,
             "object": "text_completion",
             "created": reply.created,
             "model": serving.names[0],

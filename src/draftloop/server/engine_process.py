@@ -10,12 +10,13 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
 from tqdm import tqdm
 
-from draftloop.config import EngineConfig
+from draftloop.config import EngineConfig, Environment
 from draftloop.errors import DraftloopError, RequestError
 from draftloop.observability import log
 from draftloop.scheduler.batch import Sequence
@@ -23,16 +24,16 @@ from draftloop.server.messages import (
     Abort,
     Accepted,
     Add,
-    AskGraphs,
+    Ask,
     Close,
     Counters,
     Ending,
     Failed,
     FromEngine,
-    Graphs,
     Progress,
     Ready,
     Refused,
+    Told,
     TracedToken,
     Update,
     decode_to_engine,
@@ -53,7 +54,7 @@ def run(config: EngineConfig, address: str, log_level: str) -> None:
     """Serve the API process at `address` until it says so, or is gone."""
     for name in (signal.SIGINT, signal.SIGTERM):  # the API process decides when this one ends
         signal.signal(name, signal.SIG_IGN)
-    log.setup(log_level)
+    log.setup(log_level, Environment.read().log_format)
     end_with_parent()
     tqdm.set_lock(threading.RLock())  # its own is shared by processes, and would be left behind by a kill
     context = zmq.Context()
@@ -97,10 +98,13 @@ class EngineServer:
     """Takes messages between steps, and says what each step gave."""
 
     def __init__(self, engine: Engine, socket: zmq.Socket) -> None:
+        from draftloop.engine.profiler import StepProfiler
+
         self._engine, self._core, self._socket = engine, engine.core, socket
         self._cursors: dict[str, _Cursor] = {}
         self._compiling: dict[str, Sequence] = {}
         """Not accepted yet: whether their grammars are of any use is being found out."""
+        self._profiler = StepProfiler(engine)
         self._is_open = True
         self._last_sent = 0.0
 
@@ -111,6 +115,7 @@ class EngineServer:
             self._receive()
             if not self._core.idle:
                 self._step()
+        self._profiler.close()
         self._core.close()
         if self._engine.drafter is not None:
             self._engine.drafter.close()
@@ -132,10 +137,28 @@ class EngineServer:
                     self._compiling.pop(request_id, None)
                     self._core.abort(request_id)
                 self._send_progress([])  # what was freed is visible at once
-            case AskGraphs():
-                self._send(Graphs(report=self._engine.table.report().to_dict()))
+            case Ask():
+                self._send(self._tell(message))
             case Close():
                 self._is_open = False
+
+    def _tell(self, ask: Ask) -> Told:
+        try:
+            match ask.question:
+                case "graphs":
+                    return Told(answer=self._engine.table.report().to_dict())
+                case "start_profile":
+                    self._profiler.start(Path(ask.profile_dir or ""))
+                    return Told()
+                case "stop_profile":
+                    return Told(answer={"file": self._profiler.stop()})
+                case "reset_prefix_cache":
+                    reset = getattr(self._core, "reset_prefix_cache", None)
+                    if reset is None:
+                        raise RequestError("this engine keeps no prefix cache")
+                    return Told(answer={"success": reset()})
+        except (RequestError, OSError) as error:
+            return Told(error=str(error))
 
     def _add(self, message: Add) -> None:
         try:
@@ -171,6 +194,7 @@ class EngineServer:
 
     def _step(self) -> None:
         changed = self._core.step()
+        self._profiler.stepped()
         if self._compiling:
             self._accept_compiled()
         updates = []
@@ -194,6 +218,7 @@ class EngineServer:
             acceptance_histogram=stats.histogram,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            num_compiling=len(self._compiling),
             num_pages_in_use=scheduler.pages.capacity - scheduler.pages.num_free,
         )
         self._send(Progress(updates=updates, counters=counters))
@@ -277,6 +302,7 @@ def _ready(engine: Engine) -> Ready:
         num_pages=pool.num_pages - 1,
         page_size=pool.page_size,
         num_spec_tokens=engine.core.stats.num_drafts,
+        sampling_defaults=engine.sampling_defaults,
         info={
             "settings": [
                 {"name": choice.name, "value": str(choice.value), "reason": choice.reason}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,15 +28,22 @@ class Abort(msgspec.Struct, tag=True, kw_only=True):
     request_ids: list[str]
 
 
-class AskGraphs(msgspec.Struct, tag=True, kw_only=True):
-    """Send a `Graphs`."""
+Question = Literal["graphs", "start_profile", "stop_profile", "reset_prefix_cache"]
+
+
+class Ask(msgspec.Struct, tag=True, kw_only=True):
+    """Send a `Told`; they come in the order of the questions."""
+
+    question: Question
+    profile_dir: str | None = None
+    """Folder for the trace, by `start_profile`."""
 
 
 class Close(msgspec.Struct, tag=True, kw_only=True):
     """Finish what a drafter writes, and end."""
 
 
-ToEngine = Add | Abort | AskGraphs | Close
+ToEngine = Add | Abort | Ask | Close
 
 # ---- from the engine ------------------------------------------------------------------------
 
@@ -56,6 +63,8 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
     """Cache pages for requests."""
     page_size: int
     num_spec_tokens: int
+    sampling_defaults: dict[str, Any] = {}
+    """Sampling parameters that the model comes with."""
     info: dict[str, Any]
     """What was decided at the start and why, and how long the start took."""
 
@@ -145,6 +154,8 @@ class Counters(msgspec.Struct, kw_only=True):
     """Drafted steps that accepted 0, 1, .. K drafts."""
     num_running: int = 0
     num_waiting: int = 0
+    num_compiling: int = 0
+    """Of those that wait: for their grammar."""
     num_pages_in_use: int = 0
 
     @property
@@ -160,13 +171,15 @@ class Progress(msgspec.Struct, tag=True, kw_only=True):
     counters: Counters
 
 
-class Graphs(msgspec.Struct, tag=True, kw_only=True):
-    """The coverage table; see `draftloop.graphs.report.GraphReport`."""
+class Told(msgspec.Struct, tag=True, kw_only=True):
+    """What an `Ask` asked for."""
 
-    report: dict[str, Any]
+    answer: dict[str, Any] = {}
+    error: str | None = None
+    """Why it cannot be done."""
 
 
-FromEngine = Ready | Failed | Accepted | Refused | Progress | Graphs
+FromEngine = Ready | Failed | Accepted | Refused | Progress | Told
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -61,6 +61,8 @@ class Metrics:
         self._generation = histogram("request_generation_tokens", "Tokens of an answer.", _COUNTS)
         self._n = histogram("request_params_n", "Answers that a request asks for.", _FEW)
         self._max_tokens = histogram("request_params_max_tokens", "Tokens that a request asks for.", _COUNTS)
+        self._step = histogram("iteration_tokens_total", "Prompt and answer tokens of a step.", _COUNTS)
+        client.on_step = self._step.observe
         success = Counter(
             "vllm:request_success",
             "Answers that have ended, by how.",
@@ -141,10 +143,19 @@ class _EngineCollector(Collector):
         yield self._counter("vllm:num_preemptions", "Requests that lost their row: none ever does.", 0)
         yield self._gauge("vllm:num_requests_running", "Requests that have a row.", c.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a row.", c.num_waiting)
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests that wait for a row (capacity) or for their grammar (deferred).",
+            labels=[*LABELS, "reason"],
+        )
+        by_reason.add_metric([*self._labels, "capacity"], c.num_waiting - min(c.num_compiling, c.num_waiting))
+        by_reason.add_metric([*self._labels, "deferred"], min(c.num_compiling, c.num_waiting))
+        yield by_reason
         is_ready = self._client.state in ("ready", "draining")
         yield self._gauge("draftloop:engine_up", "1 while the engine serves.", is_ready)
         if self._client.has_started:
             yield from self._cache(c.num_pages_in_use)
+            yield self._gauge("draftloop:spec_k", "Drafts in a block, K.", self._client.ready.num_spec_tokens)
         if self.graphs is not None:
             yield from self._graph_runs(self.graphs["rows"])
 

@@ -38,8 +38,16 @@ class ServerOptions:
     """Format in which the model calls tools; none leaves calls in the text."""
     reasoning_parser: Literal["think", "none"] = "none"
     """think: what stands between <think> and </think> becomes the answer's reasoning."""
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """Sampling values that a request leaves out: auto takes the model's generation_config.json, vllm the API's own."""
     smooth_stream: bool = False
     """Show the tokens of a step one by one, evenly until the next step comes, to people who read along."""
+    profile_dir: str | None = None
+    """Folder for traces; requests to /start_profile and /stop_profile are refused without one."""
+    log_requests: bool = False
+    """Log a line for each request that has ended."""
+    otlp_traces_endpoint: str | None = None
+    """Send a span for each request to this OpenTelemetry collector, such as http://localhost:4318/v1/traces."""
     root_path: str = ""
     """Path under which a proxy offers this server."""
     ssl_keyfile: str | None = None

@@ -118,10 +118,10 @@ class Sampling(Body):
             raise ApiError(400, "stream_options is only for requests with stream", param="stream_options")
         return self
 
-    def given(self) -> dict[str, Any]:
-        """The sampling parameters that were given, for `SamplingParams`."""
+    def given(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """The sampling parameters that were given, or else are among the model's `defaults`, for `SamplingParams`."""
         values = {name: getattr(self, name) for name in self.PLAIN}
-        found = {name: value for name, value in values.items() if value is not None}
+        found = {**defaults, **{name: value for name, value in values.items() if value is not None}}
         if (grammar := _grammar(self.response_format)) is not None:
             if "structured_outputs" in found:
                 raise ApiError(
@@ -137,9 +137,9 @@ class CompletionRequest(Sampling):
     echo: bool = False
     add_special_tokens: bool = True
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Raises RequestError for values outside of their range."""
-        given = self.given()
+        given = self.given(defaults)
         if self.logprobs is not None:
             given["logprobs"] = self.logprobs
             if self.echo:
@@ -196,11 +196,12 @@ class ChatRequest(Sampling):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Raises RequestError for values outside of their range."""
-        given = self.given()
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        given["max_tokens"] = limit
+        given = self.given(defaults)
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        given.setdefault("max_tokens", None)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
         if self.logprobs:

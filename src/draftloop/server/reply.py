@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from draftloop.request import Logprob, Logprobs, SpeculationStats
+from draftloop.request import Logprob, Logprobs, SamplingParams, SpeculationStats
 from draftloop.server.client import Answers, EngineUnavailableError
 from draftloop.server.errors import ApiError, parameter_of
 from draftloop.server.messages import Ending, TracedToken, Update
@@ -36,12 +36,20 @@ class Answer:
 class Reply:
     """All answers to one request. Closing it, in whatever way, aborts what has not ended."""
 
-    def __init__(self, answers: Answers, *, n: int, max_tokens: int | None, metrics: Metrics) -> None:
-        self._answers, self._metrics = answers, metrics
-        self.n = n
+    def __init__(
+        self,
+        id: str,
+        answers: Answers,
+        params: SamplingParams,
+        metrics: Metrics,
+        observe: Callable[[Reply], None] | None = None,
+    ) -> None:
+        """`observe` is called once, when the request has ended."""
+        self.id, self.params, self.n = id, params, params.n
+        self._answers, self._metrics, self._observe = answers, metrics, observe
         self.answers = [Answer() for _ in answers.request_ids]
         self.created = int(time.time())
-        metrics.request(n=n, max_tokens=max_tokens)
+        metrics.request(n=params.n, max_tokens=params.max_tokens)
 
     async def updates(self, *, smooth: bool = False) -> AsyncIterator[list[tuple[int, Update]]]:
         """What comes, until all answers have ended; of each answer at most one update at a time.
@@ -94,6 +102,9 @@ class Reply:
             if answer.ending is None:
                 answer.ending = Ending(finish_reason="abort")
                 self._metrics.aborted()
+        observe, self._observe = self._observe, None
+        if observe is not None:
+            observe(self)
 
     def _measure(self, index: int, update: Update, now: float) -> None:
         answer, count = self.answers[index], len(update.token_ids)
@@ -120,6 +131,23 @@ class Reply:
         prompt = sum(counts[index] for index in range(0, len(self.answers), self.n))
         completion = sum(answer.num_shown for answer in self.answers)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def facts(self) -> dict[str, Any]:
+        """What there is to say of a request that has ended. Times are seconds; those of its slowest answer."""
+        endings = [answer.ending for answer in self.answers if answer.ending is not None]
+        firsts = [answer.first_token for answer in self.answers if answer.num_tokens]
+        prompts = self._answers.num_prompt_tokens
+        return {
+            "request_id": self.id,
+            "prompt_tokens": sum(prompts[index] for index in range(0, len(self.answers), self.n)),
+            "completion_tokens": sum(answer.num_tokens for answer in self.answers),
+            "finish_reasons": [ending.finish_reason for ending in endings],
+            "seconds": time.monotonic() - self._answers.arrived,
+            "time_to_first_token": min(firsts) - self._answers.arrived if firsts else None,
+            "queue_s": max((ending.queue_s for ending in endings), default=0.0),
+            "prefill_s": max((ending.prefill_s for ending in endings), default=0.0),
+            "decode_s": max((ending.decode_s for ending in endings), default=0.0),
+        }
 
     def metrics(self) -> dict[str, Any] | None:
         """What is known of a request with one answer, once it has ended."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from draftloop.errors import ConfigError, RequestError
+from draftloop.observability import log
 from draftloop.request import SamplingParams
 from draftloop.server.chat_template import ChatTemplate
 from draftloop.server.client import EngineClient, EngineUnavailableError
@@ -23,6 +25,9 @@ from draftloop.server.options import ServerOptions
 from draftloop.server.protocol import Sampling
 from draftloop.server.reply import DONE, Reply, event, json_bytes
 from draftloop.server.tokenizer import ServerTokenizer
+from draftloop.server.tracing import make_tracer
+
+logger = log.get_logger(__name__)
 
 QUICK_TEXT = 4096
 """Characters that are made tokens at once; longer texts must not hold up other requests."""
@@ -44,6 +49,13 @@ class Serving:
         if self.chat_template is not None:
             ChatTemplate(self.chat_template, {})  # a wrong one is refused now, not with every request
         self._tokenizer: ServerTokenizer | None = None
+        endpoint = options.otlp_traces_endpoint
+        self._tracer = make_tracer(endpoint, self.names[0]) if endpoint is not None else None
+
+    async def close(self) -> None:
+        """Send what is still to be sent."""
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     @property
     def tokenizer(self) -> ServerTokenizer:
@@ -51,6 +63,20 @@ class Serving:
         if self._tokenizer is None:
             self._tokenizer = ServerTokenizer(self.client.ready, chat_template=self.chat_template)
         return self._tokenizer
+
+    @cached_property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What stands for values that requests leave out. Raises EngineUnavailableError until the engine is ready."""
+        if self.options.generation_config == "vllm":
+            return {}
+        usable = {}
+        for name, value in self.client.ready.sampling_defaults.items():
+            try:
+                SamplingParams(**{name: value})
+                usable[name] = value
+            except RequestError as error:
+                logger.warning("left out of the model's generation_config.json: %s", error)
+        return usable
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -81,8 +107,10 @@ class Serving:
             )
         self.client.check_room(num_prompts * max(request.n or 1, 1))
 
-    async def start(self, request: Sampling, prompts: Sequence[list[int]], params: SamplingParams) -> Reply:
-        """Queue a request; all of its answers or none."""
+    async def start(
+        self, request: Sampling, prompts: Sequence[list[int]], params: SamplingParams, id: str, http: Request
+    ) -> Reply:
+        """Queue a request; all of its answers or none. `id` is what the response says."""
         answers = await self.client.submit(
             uuid.uuid4().hex,
             prompts,
@@ -90,7 +118,30 @@ class Serving:
             speculation=request.speculative.enabled,
             traced=request.return_token_sources,
         )
-        return Reply(answers, n=params.n, max_tokens=params.max_tokens, metrics=self.metrics)
+        return Reply(id, answers, params, self.metrics, self._observer(http))
+
+    def _observer(self, http: Request) -> Callable[[Reply], None] | None:
+        """Whom to tell of the request when it has ended."""
+        tracer, logs, headers = self._tracer, self.options.log_requests, http.headers
+        if tracer is None and not logs:
+            return None
+
+        def observe(reply: Reply) -> None:
+            if logs:
+                facts = reply.facts()
+                logger.info(
+                    "%s: %d prompt tokens, %d tokens, %s, %.3f s",
+                    reply.id,
+                    facts["prompt_tokens"],
+                    facts["completion_tokens"],
+                    ", ".join(facts["finish_reasons"]),
+                    facts["seconds"],
+                    extra=facts,
+                )
+            if tracer is not None:
+                tracer.record(reply, headers)
+
+        return observe
 
 
 def read_template(given: str | None) -> str | None:
