@@ -11,7 +11,7 @@ Shape suffixes: T tokens, N output columns, K input columns, X splits of K.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,6 +19,12 @@ from torch import Tensor
 
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
+
+if TYPE_CHECKING:
+    from draftloop.kernels.quantised import QuantisedWeight
+
+Weight: TypeAlias = "Tensor | QuantisedWeight"
+"""What a linear layer may have for a matrix."""
 
 MAX_TOKENS = 64
 """Above this, cuBLAS."""
@@ -195,11 +201,12 @@ def linear_split_triton(
 
 def _tiles(x_TK: Tensor, weight_NK: Tensor, *, may_split: bool) -> Tiles:
     few = x_TK.shape[0] <= FEW_TOKENS
-    return choose(*weight_NK.shape, _num_sms(x_TK.device), may_split=may_split, few=few)
+    return choose(*weight_NK.shape, sm_count(x_TK.device), may_split=may_split, few=few)
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors that want work."""
     if device.type != "cuda":
         return 8  # in the interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -225,8 +232,10 @@ def _is_skinny(x: Tensor, weight_NK: Tensor) -> bool:
     )
 
 
-def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_TN: Tensor | None = None) -> Tensor:
+def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, out_TN: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, [T, N], added up in fp32 and rounded once; written to `out_TN` if given."""
+    if not isinstance(weight_NK, Tensor):
+        return weight_NK.linear(x_TK, bias_N, out_TN)
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
         return linear_triton(x_TK, weight_NK, bias_N, out_TN=out_TN)
     if native.takes_linear(x_TK, weight_NK, bias_N):
@@ -240,11 +249,13 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out
     return out_TN if bias_N is None else out_TN.add_(bias_N)
 
 
-def residual_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def residual_linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) -> Tensor:
     """`linear` for layers whose output goes into `add_rms_norm`, which takes either thing this returns.
 
     [T, N], or fp32 [X, T, N] to be added up over X where the kernel splits K.
     """
+    if not isinstance(weight_NK, Tensor):
+        return weight_NK.residual_linear(x_TK, bias_N)
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK) and _tiles(x_TK, weight_NK, may_split=True).splits > 1:
         return linear_split_triton(x_TK, weight_NK, bias_N)
     return linear(x_TK, weight_NK, bias_N)
