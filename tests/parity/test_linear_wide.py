@@ -130,7 +130,7 @@ def test_no_tokens(device: torch.device) -> None:
 def test_only_measured_tokens_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {(64, 128, Kind.PLAIN): {Range(65, 96): SMALL, Range(100, 128): SMALL._replace(block_n=128)}}
     monkeypatch.setattr(module, "MEASURED", {"a GPU": entry})
-    monkeypatch.setattr(module, "_gpu", lambda device: "a GPU")
+    monkeypatch.setattr(module, "gpu_name", lambda device: "a GPU")
     module._measured.cache_clear()
     weight = torch.empty(64, 128, dtype=torch.bfloat16)
 

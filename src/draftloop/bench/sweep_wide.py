@@ -1,5 +1,7 @@
 """Which tiles make layers of many tokens faster than cuBLAS: what `kernels.linear_wide.MEASURED` is made of.
 
+The same for output heads that keep only the likeliest token: `kernels.lm_head_argmax.MEASURED`.
+
     python -m draftloop.bench.sweep_wide --out sweep.json            # on the GPU; keeps what it has when cut off
     python -m draftloop.bench.sweep_wide --entries sweep.json        # anywhere: the table's entries
 
@@ -10,6 +12,7 @@ it, a fused gate spares it, and cuBLAS starts no kernel before the last one has 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import time
@@ -23,9 +26,11 @@ from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, cold_weights, time_us
 from draftloop.bench.stamp import stamp
-from draftloop.kernels.argmax import argmax
-from draftloop.kernels.linear import linear_torch
-from draftloop.kernels.linear_wide import Kind, WideTiles, compile_ahead, linear_wide_triton, token_parts
+from draftloop.kernels import linear_wide, lm_head_argmax
+from draftloop.kernels.argmax import argmax, best_index
+from draftloop.kernels.linear import linear, residual_linear
+from draftloop.kernels.linear_wide import Kind, WideTiles, linear_wide_triton, token_parts
+from draftloop.kernels.lm_head_argmax import HeadTiles, head_maxima_triton, head_parts
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kernels.silu_mul import silu_mul
 
@@ -37,14 +42,17 @@ SM_BYTES_PER_SECOND = 90e9
 MAX_ERROR = 1e-2
 """Of the norm of the difference to cuBLAS; larger: the kernel is wrong."""
 GAIN = 0.98
-"""Tiles enter the table if they take less than this share of cuBLAS' time."""
+"""Tiles enter the table if they take less than this share of the time without them."""
+HEAD = "head"
+"""The kind of a layer whose output is the likeliest token."""
 
 
 class Layer(NamedTuple):
     name: str
     columns: int
     size: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[Kind, ...] = ()
+    """None: an output head."""
 
 
 LAYERS = [
@@ -54,7 +62,9 @@ LAYERS = [
     Layer("o", 4096, 4096, (Kind.SUMS,)),
     Layer("lm_head", 128256, 4096, (Kind.PLAIN,)),
 ]
+HEADS = [Layer("head", 128256, 4096), Layer("draft_head", 32000, 4096)]
 TOKENS = (192, 768, 96, 128, 256)
+HEAD_TOKENS = {"head": (6, 192, 48, 768), "draft_head": (1, 32, 8)}
 
 
 def estimate_us(layer: Layer, tokens: int, kind: Kind, tiles: WideTiles, per_sm: int) -> float:
@@ -99,16 +109,26 @@ def candidates(layer: Layer, tokens: int, kind: Kind, limit: int) -> list[WideTi
     return [tiles for _, tiles in sorted(found.values())[:limit]]
 
 
-def followed(kind: Kind, name: str, tokens: int, columns: int, device: torch.device) -> Callable[[Tensor], Any]:
+def followed(kind: str, name: str, tokens: int, columns: int, device: torch.device) -> Callable[[Tensor], Any]:
     """What runs behind the layer in a model."""
-    if name == "lm_head":
+    if name.endswith("head"):
         return argmax
     if name == "gate_up":
-        return (lambda out: out) if kind is Kind.GATED else silu_mul
+        return (lambda out: out) if kind == Kind.GATED else silu_mul
     # after qkv, which no norm follows, it stands for a kernel that adds up as this one does
     residual = torch.randn(tokens, columns, dtype=DTYPE, device=device)
     weight = torch.ones(columns, dtype=DTYPE, device=device)
     return lambda out: add_rms_norm(out, residual, weight, 1e-5)
+
+
+class Candidate(NamedTuple):
+    """One way to run a layer."""
+
+    kind: str
+    tiles: tuple
+    compiled: Future[None]
+    run: Callable[[Tensor, Tensor], Tensor]
+    """x and weights -> what comes out before what follows."""
 
 
 class Cell(NamedTuple):
@@ -116,7 +136,7 @@ class Cell(NamedTuple):
 
     layer: Layer
     tokens: int
-    tiles: list[tuple[Kind, WideTiles, Future[None]]]
+    candidates: list[Candidate]
 
 
 def plan(cells: Iterable[tuple[Layer, int]], pool: ThreadPoolExecutor, limit: int, device: torch.device) -> list[Cell]:
@@ -127,44 +147,62 @@ def plan(cells: Iterable[tuple[Layer, int]], pool: ThreadPoolExecutor, limit: in
         x = torch.empty(tokens, layer.size, dtype=DTYPE, device=device)
         if layer not in weights:
             weights[layer] = torch.empty(layer.columns, layer.size, dtype=DTYPE, device=device)
-        tiles = []
+        weight, found = weights[layer], []
         for kind in layer.kinds:
             for t in candidates(layer, tokens, kind, limit):
                 dtype = torch.float32 if kind is Kind.SUMS else DTYPE
                 out = torch.empty(t.splits * tokens * layer.columns, dtype=dtype, device=device)
-                tiles.append((kind, t, pool.submit(compile_ahead, x, weights[layer], None, out, kind=kind, tiles=t)))
-        planned.append(Cell(layer, tokens, tiles))
+                options = {"kind": kind, "tiles": t}
+                compiled = pool.submit(linear_wide.compile_ahead, x, weight, None, out, **options)
+                found.append(Candidate(kind.value, t, compiled, functools.partial(linear_wide_triton, **options)))
+        for head in head_candidates(tokens, limit) if not layer.kinds else ():
+            best = torch.empty(tokens, head.programs, dtype=torch.int64, device=device)
+            compiled = pool.submit(lm_head_argmax.compile_ahead, x, weight, best, head)
+            run = functools.partial(head_maxima_triton, tiles=head)
+            found.append(Candidate(HEAD, head, compiled, lambda x, weight, run=run: best_index(run(x, weight))))
+        planned.append(Cell(layer, tokens, found))
     return planned
+
+
+def head_candidates(tokens: int, limit: int) -> list[HeadTiles]:
+    """Mostly two programs on an SM: one reads while the other looks for its largest."""
+    found = []
+    for block_n, block_k, warps, per_sm in (
+        (128, 64, 4, 2), (128, 128, 4, 2), (64, 128, 4, 2), (256, 64, 8, 1), (128, 64, 8, 1), (64, 64, 4, 3),
+        (128, 64, 4, 3), (64, 256, 4, 2), (256, 64, 8, 2),
+    ):  # fmt: skip
+        _, first, second = head_parts(tokens, HeadTiles(block_n, block_k, 1, warps, 1))
+        stages = num_stages(block_n, block_k, first + second, warps, per_sm)
+        if stages >= 2:
+            found.append(HeadTiles(block_n, block_k, per_sm * NUM_SMS, warps, stages))
+    return found[:limit]
 
 
 @torch.inference_mode()
 def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
-    """cuBLAS' time and that of each candidate, fastest first."""
+    """The time of today's way (cuBLAS, from 65 tokens on) and that of each candidate, fastest first."""
     layer, tokens, _ = cell
     x = torch.randn(tokens, layer.size, dtype=DTYPE, device=device)
     weights = cold_weights(layer.columns, layer.size, device)
     min_calls = 8 if layer.columns * layer.size > 2**28 else 24
-    plain = followed(Kind.PLAIN, layer.name, tokens, layer.columns, device)
 
     def time_it(run: Callable[[Tensor], Any]) -> float:
         return time_us([lambda weight=weight: run(weight) for weight in weights], min_calls=min_calls, repeats=7)[0]
 
-    cublas = time_it(lambda weight: plain(linear_torch(x, weight)))
-    results = []
-    for kind, tiles, compiled in cell.tiles:
-        follow = followed(kind, layer.name, tokens, layer.columns, device)
+    today = residual_linear if Kind.SUMS in layer.kinds else linear
+    follow = followed(Kind.PLAIN, layer.name, tokens, layer.columns, device)
+    before = time_it(lambda weight: follow(today(x, weight)))
+    expected, results = linear(x, weights[0]), []
+    for kind, tiles, compiled, run in cell.candidates:
+        follow = (lambda out: out) if kind == HEAD else followed(kind, layer.name, tokens, layer.columns, device)
+        result: dict[str, Any] = {"kind": kind, "tiles": list(tiles)}
         try:
             compiled.result()
-            out = linear_wide_triton(x, weights[0], kind=kind, tiles=tiles)
-            error = relative_error(out, linear_torch(x, weights[0]), kind)
-            time = time_it(
-                lambda weight, kind=kind, tiles=tiles, follow=follow: follow(
-                    linear_wide_triton(x, weight, kind=kind, tiles=tiles)
-                )
-            )
-            results.append({"us": time, "error": error, "kind": kind.value, "tiles": list(tiles)})
+            result["error"] = relative_error(run(x, weights[0]), expected, kind)
+            result["us"] = time_it(lambda weight, run=run, follow=follow: follow(run(x, weight)))
         except Exception as failure:  # too many resources, most likely: no candidate
-            results.append({"failed": repr(failure)[:300], "kind": kind.value, "tiles": list(tiles)})
+            result["failed"] = repr(failure)[:300]
+        results.append(result)
     results.sort(key=lambda result: result.get("us", float("inf")))
     num_bytes = (layer.columns * layer.size + tokens * (layer.size + layer.columns)) * DTYPE.itemsize
     operations = 2 * tokens * layer.columns * layer.size
@@ -174,27 +212,30 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
         "size": layer.size,
         "tokens": tokens,
         "floor_us": max(num_bytes / BYTES_PER_SECOND, operations / OPERATIONS_PER_SECOND) * 1e6,
-        "cublas_us": cublas,
+        "today_us": before,
         "results": results,
     }
 
 
-def relative_error(out: Tensor, expected: Tensor, kind: Kind) -> float:
-    """Norm of the difference to cuBLAS' output over the norm of that."""
-    out = out.sum(0) if kind is Kind.SUMS else out.float()
-    expected = (silu_mul(expected) if kind is Kind.GATED else expected).float()
+def relative_error(out: Tensor, expected: Tensor, kind: str) -> float:
+    """Norm of the difference to today's output over the norm of that; of a head, how far its token is from the best."""
+    if kind == HEAD:
+        top = expected.float().amax(1)
+        return ((top - expected.float().gather(1, out[:, None])[:, 0]) / top.abs()).max().item()
+    out = out.sum(0) if kind == Kind.SUMS else out.float()
+    expected = (silu_mul(expected) if kind == Kind.GATED else expected).float()
     return ((out - expected).norm() / expected.norm()).item()
 
 
-def usable(row: dict[str, Any], *, kinds: Iterable[Kind] = tuple(Kind)) -> list[dict[str, Any]]:
+def usable(row: dict[str, Any], *, kinds: Iterable[str] = (*Kind, HEAD)) -> list[dict[str, Any]]:
     return [r for r in row["results"] if r["kind"] in kinds and r.get("error", 1.0) < MAX_ERROR]
 
 
 def table(row: dict[str, Any]) -> Iterator[str]:
-    floor, cublas = row["floor_us"], row["cublas_us"]
-    yield f"{row['layer']:8} T={row['tokens']:<4} floor {floor:7.1f}  cuBLAS {cublas:7.1f} us"
+    floor, today = row["floor_us"], row["today_us"]
+    yield f"{row['layer']:10} T={row['tokens']:<4} floor {floor:7.1f}  today {today:7.1f} us"
     for r in usable(row)[:3]:
-        yield f"    {r['us']:7.1f} us {r['us'] / cublas:5.2f}  {r['kind']:6} {WideTiles(*r['tiles'])}"
+        yield f"    {r['us']:7.1f} us {r['us'] / today:5.2f}  {r['kind']:6} {tuple(r['tiles'])}"
     for r in row["results"]:
         if r.get("error", 0.0) >= MAX_ERROR:
             yield f"    WRONG by {r['error']:.2g}: {r['kind']} {r['tiles']}"
@@ -203,22 +244,28 @@ def table(row: dict[str, Any]) -> Iterator[str]:
 
 
 def entries(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Lines of `MEASURED`: each holds from two thirds of the tokens measured, or the next smaller measurement."""
-    yield "    # (N, K, kind): {Range(tokens): the fastest tiles}"
-    layers = {(row["columns"], row["size"]) for row in rows}
-    for columns, size in sorted(layers):
-        mine = sorted((r for r in rows if (r["columns"], r["size"]) == (columns, size)), key=lambda r: r["tokens"])
-        for kind in Kind:
-            lines, before = [], 64
-            for row in mine:
-                first, before = max(before + 1, row["tokens"] * 2 // 3), row["tokens"]
-                found = usable(row, kinds=[kind])
-                if found and found[0]["us"] < GAIN * row["cublas_us"]:
-                    times = f"{found[0]['us']:.1f} us, cuBLAS {row['cublas_us']:.1f}"
-                    tiles = WideTiles(*found[0]["tiles"])
-                    lines.append(f"        Range({first}, {row['tokens']}): WideTiles{tuple(tiles)},  # {times}")
-            if lines:
-                yield from (f"    ({columns}, {size}, Kind.{kind.name}): {{", *lines, "    },")
+    """Lines of the tables: each holds from two thirds of the tokens measured, or the next smaller measurement."""
+    layers = sorted({(row["columns"], row["size"]) for row in rows})
+    yield "# kernels/linear_wide.py"
+    for (columns, size), kind in itertools.product(layers, Kind):
+        if lines := list(_lines(rows, columns, size, kind)):
+            yield from (f"({columns}, {size}, Kind.{kind.name}): {{", *lines, "},")
+    yield "# kernels/lm_head_argmax.py"
+    for columns, size in layers:
+        if lines := list(_lines(rows, columns, size, HEAD)):
+            yield from (f"({columns}, {size}): {{", *lines, "},")
+
+
+def _lines(rows: list[dict[str, Any]], columns: int, size: int, kind: str) -> Iterator[str]:
+    before = 0
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        if (row["columns"], row["size"]) != (columns, size) or all(r["kind"] != kind for r in row["results"]):
+            continue
+        first, before = max(before + 1, row["tokens"] * 2 // 3), row["tokens"]
+        found, name = usable(row, kinds=[kind]), "HeadTiles" if kind == HEAD else "WideTiles"
+        if found and found[0]["us"] < GAIN * row["today_us"]:
+            times = f"{found[0]['us']:.1f} us, without {row['today_us']:.1f}"
+            yield f"    Range({first}, {row['tokens']}): {name}{tuple(found[0]['tiles'])},  # {times}"
 
 
 def main() -> None:
@@ -226,7 +273,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON of results; written anew after every layer")
     parser.add_argument("--entries", type=Path, help="print the table's entries of such a file, and measure nothing")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS])
+    parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS + HEADS])
     parser.add_argument("--candidates", type=int, default=8, help="tiles tried per layer, tokens and kind")
     parser.add_argument("--seconds", type=float, default=110, help="start no new measurement after this long")
     args = parser.parse_args()
@@ -234,7 +281,10 @@ def main() -> None:
         print("\n".join(entries(json.loads(args.entries.read_text())["rows"])))
         return
     begin, device = time.perf_counter(), torch.device("cuda")
-    cells = [(layer, tokens) for tokens in args.tokens for layer in LAYERS if layer.name in args.layers]
+    cells = [(layer, tokens) for tokens in args.tokens for layer in LAYERS]
+    heads = [(layer, tokens) for layer in HEADS for tokens in HEAD_TOKENS[layer.name]]
+    # verification at batch 32 comes first, then the heads, then what is rarer
+    cells = [cell for cell in (*cells[: len(LAYERS)], *heads, *cells[len(LAYERS) :]) if cell[0].name in args.layers]
     report: dict[str, Any] = {"stamp": stamp(), "rows": []}
     with ThreadPoolExecutor(16) as pool:
         for cell in plan(cells, pool, args.candidates, device):

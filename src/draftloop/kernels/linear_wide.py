@@ -268,13 +268,13 @@ def compile_ahead(
 
 
 @functools.cache
-def _gpu(device: torch.device) -> str:
+def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
 def choose(x: Tensor, weight_NK: Tensor, kind: Kind) -> WideTiles | None:
     """Tiles for a layer on a CUDA device; None: cuBLAS is faster, or nobody has measured."""
-    tiles = _measured(_gpu(x.device), x.shape[0], *weight_NK.shape, kind)
+    tiles = _measured(gpu_name(x.device), x.shape[0], *weight_NK.shape, kind)
     if tiles is None or x.dim() != 2 or x.dtype not in DTYPES or weight_NK.dtype != x.dtype:
         return None
     aligned = x.data_ptr() % 16 == weight_NK.data_ptr() % 16 == 0  # as bulk copies need it
