@@ -17,6 +17,8 @@ class CoverageRow:
     """The mode that these sizes run in."""
     rows: int
     tokens: int
+    ragged: bool
+    """Sizes are numbers of tokens, in up to so many rows; else of rows that have equally many."""
     captured: bool
     reason: str
     """Why there is no graph, or why it is not the one that was asked for."""
@@ -88,8 +90,8 @@ class GraphReport:
             if graphs and graphs[0].reason:
                 why = "; ".join(filter(None, [f"not {graphs[0].asked}: {graphs[0].reason}", why]))
             if graphs:
-                ragged = len({row.rows for row in graphs}) == 1 and len({row.tokens for row in graphs}) > 1
-                unit, sizes = ("tokens", [r.tokens for r in graphs]) if ragged else ("rows", [r.rows for r in graphs])
+                unit = "tokens" if graphs[0].ragged else "rows"
+                sizes = [getattr(row, unit) for row in graphs]
                 span = f"{unit} {_sizes(sizes)}"
                 times = [f"{row.ms:.2f}" for row in (graphs[0], graphs[-1])[: len(graphs)] if row.ms is not None]
                 ms = "..".join(times) or "first use"

@@ -378,11 +378,11 @@ class GraphTable:
         rows = []
         for name, state in self._states.items():
             captured = sorted((k, e) for k, e in self._entries.items() if k.phase == name)
-            asked = self._asked(state).value
+            asked, ragged = self._asked(state).value, state.phase.tokens_per_row is None
             rows += [
                 CoverageRow(
-                    phase=name, asked=asked, mode=key.mode.value, rows=key.rows, tokens=key.tokens, captured=True,
-                    reason=state.reason,
+                    phase=name, asked=asked, mode=key.mode.value, rows=key.rows, tokens=key.tokens,
+                    ragged=ragged, captured=True, reason=state.reason,
                     ms=entry.ms, mib=entry.mib, replays=entry.replays + (entry.loop.iterations if entry.loop else 0),
                     eager_runs=0,
                 )
@@ -394,8 +394,8 @@ class GraphTable:
                 rows.append(
                     CoverageRow(
                         phase=name, asked=asked, mode=GraphMode.NONE.value, rows=largest[0], tokens=largest[1],
-                        captured=False, reason="; ".join(state.eager_runs) or gap, ms=None, mib=None, replays=0,
-                        eager_runs=sum(state.eager_runs.values()),
+                        ragged=ragged, captured=False, reason="; ".join(state.eager_runs) or gap, ms=None, mib=None,
+                        replays=0, eager_runs=sum(state.eager_runs.values()),
                     )
                 )  # fmt: skip
         loops = tuple(

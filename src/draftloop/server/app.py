@@ -18,10 +18,11 @@ from draftloop.server.client import EngineClient
 from draftloop.server.completions import completions_router
 from draftloop.server.errors import ApiError, add_error_handlers
 from draftloop.server.options import ServerOptions
+from draftloop.server.page import FILES, page_router
 from draftloop.server.serving import Serving
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/load", "/metrics"})
-"""Served without a key: what load balancers and Prometheus ask for."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/load", "/metrics", *FILES})
+"""Served without a key: what load balancers and Prometheus ask for, and the page, which asks for one."""
 
 
 def make_app(client: EngineClient, options: ServerOptions) -> FastAPI:
@@ -47,6 +48,7 @@ def make_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     )
     for router in (completions_router(serving), chat_router(serving), admin_router(serving)):
         app.include_router(router)
+    app.include_router(page_router())
     add_error_handlers(app)
     app.add_middleware(Guard, api_keys=options.api_key, max_body_bytes=options.max_body_bytes)
     if options.allowed_origins:
