@@ -49,6 +49,8 @@ class AttentionBatch:
     """True if every entry has exactly `max_query_len` tokens (T == R * max_query_len)."""
     causal: bool = True
     """False: every token of an entry sees all `kv_lens_R` keys (block drafters)."""
+    invariant: bool = False
+    """A token's result may depend on its row alone; see `kernels.batch_invariance`."""
     attend: Callable[[Callable[[], None]], None] = run_here
     """Runs an attention call: in place, or between the captured segments of a piecewise graph."""
 
@@ -83,6 +85,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     waits: ClassVar[bool] = False
     """Each pass waits for the device, so that steps cannot overlap."""
+    invariant_on: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of device on which it can serve batches that are `invariant`."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self.shape = shape

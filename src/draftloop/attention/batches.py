@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftloop.attention.base import AttentionBatch
 from draftloop.graphs.phase import Launch
+from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.row_tokens import RowTokens, Sequences, row_tokens
 from draftloop.kvcache.rows import RowState
 
@@ -55,6 +56,7 @@ def tail_batch(
         page_table_MN=state.page_table_MN,
         max_query_len=num_per_row,
         uniform=True,
+        invariant=is_wanted(),
         attend=launch.attend,
     )
     return batch, tokens
@@ -85,6 +87,7 @@ def ragged_batch(
         page_table_MN=state.page_table_MN,
         max_query_len=launch.tokens,
         uniform=False,
+        invariant=is_wanted(),
         attend=launch.attend,
     )
     return batch, row_T

@@ -142,10 +142,13 @@ def paged_attention(
     causal: bool,
     window: int,
     scale: float,
+    invariant: bool,
 ) -> None:
     """Body of `draftloop::paged_attention`. `query_len` > 0: every row has that many tokens; 0: ragged."""
     longest = 0  # of the blocks that the C kernel has answered
-    if q_THD.device.type == "cpu" and 0 <= query_len <= native.MAX_TOKENS:
+    # it adds up each token by itself, but is slow for many
+    most = max(q_THD.shape[0], native.MAX_TOKENS) if invariant else native.MAX_TOKENS
+    if q_THD.device.type == "cpu" and 0 <= query_len <= most:
         indices = (rows_R, query_starts_R1, kv_lens_R, page_table_MN)
         if native.takes_attention(q_THD, kv_2PSGD, out_THD, *indices):
             native.paged_attention(
@@ -156,14 +159,14 @@ def paged_attention(
                 kv_lens_R,
                 page_table_MN,
                 out_THD,
-                query_len or native.MAX_TOKENS,
+                query_len or most,
                 causal,
                 window,
                 scale,
             )
             if query_len:
                 return
-            longest = native.MAX_TOKENS
+            longest = most
     # a tape refuses host reads while it records; those below happen again at every replay.
     # torch's memory-efficient CUDA kernel wants aligned masks, which odd lengths do not give
     with torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH) if q_THD.is_cuda else nullcontext():
@@ -173,18 +176,24 @@ def paged_attention(
             start, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
             if end - start <= longest:
                 continue
-            out_QHD = out_THD[start:end]
             if kv_len <= 0:
-                out_QHD.zero_()
+                out_THD[start:end].zero_()
                 continue
-            attend_row(q_THD[start:end], kv_2PSGD, page_table_MN[row], kv_len, out_QHD, causal, window, scale)
+            # without the C kernel, one token at a time; blocks that are not causal have one size anyway
+            step = 1 if invariant and causal else end - start
+            for at in range(start, end, step):
+                part, seen = slice(at, at + step), kv_len - (end - at - step)
+                if seen > 0:
+                    attend_row(q_THD[part], kv_2PSGD, page_table_MN[row], seen, out_THD[part], causal, window, scale)
+                else:
+                    out_THD[part].zero_()
         if starts[-1] < out_THD.shape[0]:
             out_THD[starts[-1] :].zero_()
 
 
 _PAGED_ATTENTION = define(
     "paged_attention(Tensor q, Tensor kv, Tensor rows, Tensor query_starts, Tensor kv_lens, Tensor page_table, "
-    "Tensor(a!) out, int query_len, bool causal, int window, float scale) -> ()",
+    "Tensor(a!) out, int query_len, bool causal, int window, float scale, bool invariant) -> ()",
     paged_attention,
     "CPU",
     "CUDA",
@@ -195,6 +204,7 @@ class SdpaBackend(AttentionBackend):
     """torch.nn.functional.scaled_dot_product_attention, row by row."""
 
     name = "sdpa"
+    invariant_on = frozenset({"cpu"})
 
     @classmethod
     def graph_support(cls, device_type: str) -> GraphSupport:
@@ -226,4 +236,5 @@ class SdpaBackend(AttentionBackend):
             batch.causal,
             sliding_window or 0,
             self.shape.scale,
+            batch.invariant,
         )

@@ -22,6 +22,7 @@ class TritonBackend(AttentionBackend):
     """Paged attention with a static grid, for uniform and ragged batches alike."""
 
     name = "triton"
+    invariant_on = frozenset({"cuda"})
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         super().__init__(shape, device)
@@ -72,4 +73,5 @@ class TritonBackend(AttentionBackend):
             scale=self.shape.scale,
             num_sms=self.num_sms,
             pdl=self.pdl,
+            invariant=batch.invariant,
         )

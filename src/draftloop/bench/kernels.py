@@ -202,7 +202,7 @@ def sweep_tiles(device: torch.device, rows: int, query_len: int, kv_len: int, pa
     try:
         for block_n, num_warps, num_stages, num_splits, pdl in grid:
             options = {"block_n": block_n, "num_warps": num_warps, "num_stages": num_stages, "num_splits": num_splits}
-            paged_attention.choose_tiles = lambda options=options, **shape: replace(choose(**shape), **options)
+            paged_attention.choose_tiles = lambda options=options, **shape: replace(choose(**shape), **options)  # pyrefly: ignore
             backend.pdl = pdl
             # shared memory may not suffice, the grid may be too large: such tiles are no candidates
             with contextlib.suppress(Exception):

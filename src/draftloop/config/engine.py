@@ -36,6 +36,8 @@ class EngineConfig:
     """Where to run; auto takes the GPU if there is one."""
     seed: int = 0
     """Seed of the requests that bring none."""
+    deterministic: bool = False
+    """A request's tokens and logprobs do not depend on what runs beside it, in 16-bit arithmetic neither; slower."""
     max_model_len: int | None = None
     """Longest sequence, prompt and answer together; left out, the model's own length."""
     max_num_seqs: int = 16

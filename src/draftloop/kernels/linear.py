@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from draftloop.errors import ConfigError
+from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
@@ -107,15 +109,17 @@ def _linear_kernel(
     SPLITS: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,  # whether the blocks divide the columns
+    EVEN_K: tl.constexpr,  # whether they divide each split of K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,  # of fp32
     PDL: tl.constexpr,
 ):
-    """All tokens, one block of columns, one split of K."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
-    m = tl.arange(0, BLOCK_M)
+    """One block of tokens (mostly all), one block of columns, one split of K."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
     m_live = m < num_tokens
     # columns past the end read the last one again, which costs nothing in the loop, and are not stored
     row = n if EVEN else tl.minimum(n, num_columns - 1)
@@ -126,9 +130,14 @@ def _linear_kernel(
     for start in range(0, PART, BLOCK_K):
         k = split * PART + start + tl.arange(0, BLOCK_K)
         # read once: the cache is better used for what the next kernels read
-        weight = tl.load(weight_ptr + row[None, :] * SIZE + k[:, None], eviction_policy="evict_first")
-        x = tl.load(x_ptr + m[:, None] * SIZE + k[None, :], mask=m_live[:, None], other=0.0)
-        acc = tl.dot(x, weight, acc)
+        if EVEN_K:
+            weight = tl.load(weight_ptr + row[None, :] * SIZE + k[:, None], eviction_policy="evict_first")
+            x = tl.load(x_ptr + m[:, None] * SIZE + k[None, :], mask=m_live[:, None], other=0.0)
+        else:
+            k_live = k < SIZE
+            weight = tl.load(weight_ptr + row[None, :] * SIZE + k[:, None], mask=k_live[:, None], other=0.0)
+            x = tl.load(x_ptr + m[:, None] * SIZE + k[None, :], mask=m_live[:, None] & k_live[None, :], other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision=PRECISION)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n_live = n < num_columns
@@ -140,16 +149,21 @@ def _linear_kernel(
     tl.store(out_ptr + out_offset, acc.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def _launch(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> None:
+def _launch(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles, block_m: int | None = None
+) -> None:
+    """`block_m` None: one block holds all tokens."""
     num_tokens, size = x_TK.shape
     num_columns = weight_NK.shape[0]
+    block_m = block_m or max(16, next_power_of_2(num_tokens))
     assert x_TK.is_contiguous()
     assert weight_NK.is_contiguous()
-    assert num_tokens <= MAX_TOKENS
-    assert size % (tiles.block_k * tiles.splits) == 0
+    assert block_m <= MAX_TOKENS
+    assert tiles.splits == 1 or size % (tiles.block_k * tiles.splits) == 0
     if not num_tokens:
         return
-    _linear_kernel[(-(-num_columns // tiles.block_n), tiles.splits)](
+    # blocks of tokens are next to each other in time, so that they find their weights in the cache
+    _linear_kernel[(-(-num_tokens // block_m), -(-num_columns // tiles.block_n), tiles.splits)](
         x_TK,
         weight_NK,
         x_TK if bias_N is None else bias_N,
@@ -160,9 +174,11 @@ def _launch(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tensor,
         SPLITS=tiles.splits,
         BIAS=bias_N is not None,
         EVEN=num_columns % tiles.block_n == 0,
-        BLOCK_M=max(16, next_power_of_2(num_tokens)),
+        EVEN_K=size % (tiles.block_k * tiles.splits) == 0,
+        BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
+        PRECISION="ieee" if x_TK.dtype is torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **pdl_options(x_TK.device),
@@ -175,27 +191,33 @@ def linear_triton(
     bias_N: Tensor | None = None,
     *,
     tiles: Tiles | None = None,
+    block_m: int | None = None,
     out_TN: Tensor | None = None,
 ) -> Tensor:
-    """Twin of `linear_torch` for few tokens. `tiles` None: as `choose` says; else without splits."""
+    """Twin of `linear_torch`, for few tokens unless `block_m` cuts them. `tiles` None: as `choose` says, no splits."""
     num_columns = weight_NK.shape[0]
     tiles = tiles or _tiles(x_TK, weight_NK, may_split=False)
     assert tiles.splits == 1
     if out_TN is None:
         out_TN = torch.empty(x_TK.shape[0], num_columns, dtype=x_TK.dtype, device=x_TK.device)
     assert out_TN.is_contiguous()
-    _launch(x_TK, weight_NK, bias_N, out_TN, tiles)
+    _launch(x_TK, weight_NK, bias_N, out_TN, tiles, block_m)
     return out_TN
 
 
 def linear_split_triton(
-    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, tiles: Tiles | None = None
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
+    block_m: int | None = None,
 ) -> Tensor:
     """fp32 [X, T, N], to be added up over X: the layer's sums over each part of K; the bias is in the first."""
     num_columns = weight_NK.shape[0]
     tiles = tiles or _tiles(x_TK, weight_NK, may_split=True)
     sums_XTN = torch.empty(tiles.splits, x_TK.shape[0], num_columns, dtype=torch.float32, device=x_TK.device)
-    _launch(x_TK, weight_NK, bias_N, sums_XTN, tiles)
+    _launch(x_TK, weight_NK, bias_N, sums_XTN, tiles, block_m)
     return sums_XTN
 
 
@@ -232,10 +254,58 @@ def _is_skinny(x: Tensor, weight_NK: Tensor) -> bool:
     )
 
 
+def invariant_tiles(x_TK: Tensor, weight_NK: Tensor, *, may_split: bool) -> Tiles:
+    """The tiles of a layer for any number of tokens, in blocks of `MAX_TOKENS`."""
+    (num_columns, size), device = weight_NK.shape, x_TK.device
+    if x_TK.dtype.itemsize == 4:
+        return Tiles(32, 32, 1, 4, 2)  # no tensor core multiplies fp32 exactly
+    if device.type == "cuda" and not _holds_tiles(device):
+        return Tiles(64, 64, 1, 4, 3)
+    return choose(num_columns, size, sm_count(device), may_split=may_split and size % 128 == 0, few=False)
+
+
+def linear_invariant_triton(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    may_split: bool = False,
+    out_TN: Tensor | None = None,
+) -> Tensor:
+    """`linear_triton` for any number of tokens, always by the same tiles; with `may_split` as `residual_linear`.
+
+    Raises ConfigError for weights that are too large for offsets of 32 bits.
+    """
+    if weight_NK.numel() >= 2**31:
+        raise ConfigError(
+            f"deterministic is set, but a layer of {tuple(weight_NK.shape)} weights is too large for the kernel whose "
+            "sums do not depend on the batch; leave it out"
+        )
+    x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
+    tiles = invariant_tiles(x_TK, weight_NK, may_split=may_split)
+    if tiles.splits > 1:
+        return linear_split_triton(x_TK, weight_NK, bias_N, tiles=tiles, block_m=MAX_TOKENS)
+    return linear_triton(x_TK, weight_NK, bias_N, tiles=tiles, block_m=MAX_TOKENS, out_TN=out_TN)
+
+
+def linear_invariant_cpu(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """As many tokens at a time as the C kernel takes, which adds up each by itself; without it, token by token."""
+    if native.takes(x_TK, weight_NK, bias_N):
+        parts = [native.linear(part_TK, weight_NK, bias_N) for part_TK in x_TK.split(native.MAX_TOKENS)]
+    else:
+        parts = [F.linear(x_1K, weight_NK, bias_N) for x_1K in x_TK.split(1)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
 def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, out_TN: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, [T, N], added up in fp32 and rounded once; written to `out_TN` if given."""
     if not isinstance(weight_NK, Tensor):
         return weight_NK.linear(x_TK, bias_N, out_TN)
+    if is_wanted():
+        if x_TK.is_cuda:
+            return linear_invariant_triton(x_TK, weight_NK, bias_N, out_TN=out_TN)
+        result_TN = linear_invariant_cpu(x_TK, weight_NK, bias_N)
+        return result_TN if out_TN is None else out_TN.copy_(result_TN)
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
         return linear_triton(x_TK, weight_NK, bias_N, out_TN=out_TN)
     if native.takes_linear(x_TK, weight_NK, bias_N):
@@ -256,6 +326,8 @@ def residual_linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = Non
     """
     if not isinstance(weight_NK, Tensor):
         return weight_NK.residual_linear(x_TK, bias_N)
+    if is_wanted() and x_TK.is_cuda:
+        return linear_invariant_triton(x_TK, weight_NK, bias_N, may_split=True)
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK) and _tiles(x_TK, weight_NK, may_split=True).splits > 1:
         return linear_split_triton(x_TK, weight_NK, bias_N)
     return linear(x_TK, weight_NK, bias_N)

@@ -20,11 +20,15 @@ from torch import Tensor
 from draftloop.kernels.triton_import import INTERPRETED, jit, next_power_of_2, tl
 
 MAX_SPLITS = 16
+MAX_FIXED_SPLITS = 8
+"""Where prompts are split as decoding rows are; each takes memory for partial results of all of their tokens."""
+LEAST_FIXED_SPLIT = 512
+"""Keys."""
 CTAS_PER_SM = 2
 """How many programs an SM holds at once with the tiles below; also what hides the latency of loads."""
 
 
-@jit("num_rows", "num_tokens", "table_width", "query_len", "num_splits")
+@jit("num_rows", "num_tokens", "table_width", "query_len", "num_splits", "split_blocks")
 def _attend_kernel(
     q_ptr,
     k_ptr,
@@ -41,6 +45,7 @@ def _attend_kernel(
     table_width,
     query_len,  # of every row, if UNIFORM
     num_splits,
+    split_blocks,  # of every split, if FIXED
     scale_log2,
     q_stride_t,
     q_stride_h,
@@ -57,6 +62,7 @@ def _attend_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SPLIT: tl.constexpr,  # num_splits > 1
+    FIXED: tl.constexpr,  # splits begin at the same keys whatever a row's length
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -121,6 +127,9 @@ def _attend_kernel(
     num_blocks = tl.maximum(tl.cdiv(end_key, BLOCK_N) - first_block, 0)
     begin = first_block + num_blocks * split // num_splits
     end = first_block + num_blocks * (split + 1) // num_splits
+    if FIXED:
+        begin = tl.maximum(first_block, split * split_blocks)
+        end = tl.minimum(first_block + num_blocks, (split + 1) * split_blocks)
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -223,6 +232,8 @@ class Tiles:
     num_stages: int
     num_blocks: int
     num_splits: int
+    split_blocks: int = 0
+    """Blocks of keys in each split; 0: a row's keys are shared out evenly."""
 
 
 def choose_tiles(
@@ -236,8 +247,12 @@ def choose_tiles(
     itemsize: int,
     max_keys: int,
     num_sms: int,
+    invariant: bool = False,
 ) -> Tiles:
-    """Static tile sizes and split count. `query_len` 0 means ragged; `max_keys` bounds any row's length."""
+    """Static tile sizes and split count. `query_len` 0 means ragged; `max_keys` bounds any row's length.
+
+    `invariant`: nothing that sums depend on follows from the batch.
+    """
     packed = (query_len or max(1, num_tokens // num_rows)) * group
     if itemsize == 4:
         # no tensor core multiplies fp32 exactly, and the registers hold no larger tiles
@@ -248,12 +263,26 @@ def choose_tiles(
         limit, block_n, num_stages = 64, 32, 2
     else:
         limit, block_n, num_stages = 64 if query_len else 128, 64, 3
+    if invariant:
+        limit = packed = min(limit, 64)
     block_m = max(16, next_power_of_2(group), min(limit, next_power_of_2(packed)))
     num_warps = 8 if block_m * next_power_of_2(head_dim) >= 128 * 128 else 4
 
     block_q = block_m // group
     # ragged: every row, and the tokens past the last one, may end in a block that is not full
     num_blocks = num_rows * -(-query_len // block_q) if query_len else num_tokens // block_q + num_rows + 1
+    if invariant:
+        least = -(-max_keys // (MAX_FIXED_SPLITS * block_n))
+        split_blocks = max(LEAST_FIXED_SPLIT // block_n, least)
+        return Tiles(
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            num_blocks=num_blocks,
+            num_splits=max(1, -(-max_keys // (split_blocks * block_n))),
+            split_blocks=split_blocks,
+        )
     room = num_sms * CTAS_PER_SM // max(1, num_blocks * num_kv_heads)
     if query_len and room > 1:
         block_n = min(block_n, 32)  # few programs: the sooner each has its first keys, the better
@@ -283,9 +312,12 @@ def paged_attention_triton(
     scale: float,
     num_sms: int,
     pdl: bool = False,
+    invariant: bool = False,
     tiles: Tiles | None = None,
 ) -> None:
     """Write `out_THD`. `query_len` > 0: every row has that many tokens; 0: ragged. `window` 0: none.
+
+    `invariant`: a token's result depends on its row alone, however many tokens it came with.
 
     `tiles` None: as `choose_tiles` says; given by tests and by the sweep that the choice comes from.
 
@@ -299,6 +331,7 @@ def paged_attention_triton(
     keys, values = kv_2PSGD.unbind(0)
     assert q_THD.stride(2) == out_THD.stride(2) == keys.stride(3) == page_table_MN.stride(1) == 1
     group = num_heads // num_kv_heads
+    max_keys = page_table_MN.shape[1] * page_size
     tiles = tiles or choose_tiles(
         num_tokens=num_tokens,
         num_rows=num_rows,
@@ -307,9 +340,11 @@ def paged_attention_triton(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         itemsize=q_THD.element_size(),
-        max_keys=page_table_MN.shape[1] * page_size,
+        max_keys=max_keys,
         num_sms=num_sms,
+        invariant=invariant,
     )
+    assert not tiles.split_blocks or tiles.num_splits * tiles.split_blocks * tiles.block_n >= max_keys
     splits = tiles.num_splits
     partial = lse = out_THD
     if splits > 1:
@@ -333,6 +368,7 @@ def paged_attention_triton(
         page_table_MN.stride(0),
         query_len,
         splits,
+        tiles.split_blocks,
         scale * 1.4426950408889634,  # log2(e): the kernel works with powers of 2
         q_THD.stride(0),
         q_THD.stride(1),
@@ -349,6 +385,7 @@ def paged_attention_triton(
         CAUSAL=causal,
         WINDOW=window,
         SPLIT=splits > 1,
+        FIXED=tiles.split_blocks > 0,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=block_d,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, empty, get_num_threads
 
+from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.native.build import library
 from draftloop.kernels.opaque import define
 
@@ -94,7 +95,7 @@ def takes_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> bool:
 
 def takes_serial(x: Tensor, *others: Tensor) -> bool:
     """Whether the norms or the activation take x."""
-    return x.dim() == 2 and x.numel() <= MAX_SERIAL and takes(x, *others)
+    return x.dim() == 2 and (x.numel() <= MAX_SERIAL or is_wanted()) and takes(x, *others)
 
 
 def takes_rope_write(
