@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,11 +27,13 @@ from draftloop.engine.logprobs import logprob_phases
 from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
 from draftloop.engine.target import outcome_width, target_phases
 from draftloop.engine.worker import Worker
+from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Key, ModeSetting
 from draftloop.graphs.program import Recorder
 from draftloop.graphs.sizes import Ladders
 from draftloop.graphs.table import GraphTable
 from draftloop.graphs.tape import TapeRecorder
+from draftloop.kernels.batch_invariance import batch_invariant
 from draftloop.kvcache.pages import PageAllocator
 from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
 from draftloop.kvcache.rows import RowState
@@ -106,6 +108,8 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     max_positions = resolved.max_model_len + overhang
     shapes = attention_shapes(model_config, page_size=resolved.block_size, dtype=dtype)
     backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)
+    if config.deterministic:
+        _check_deterministic(config, device.type)
     for shape in shapes:
         backend_class.check(shape, device.type)
     drafter: Drafter | None = None
@@ -196,6 +200,8 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     if drafter:
         drafter.read_target(target_caches)
         phases += drafter.phases(state, pool.caches[len(target_specs) :])
+    if config.deterministic:
+        phases = [replace(phase, fn=batch_invariant(phase.fn)) for phase in phases]
     iterations = iteration_phases(phases, drafter) if resolved.iteration_graph else []
     phases += iterations
     table = GraphTable(
@@ -255,6 +261,19 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     )
     _log(config, engine)
     return engine
+
+
+def _check_deterministic(config: EngineConfig, device_type: str) -> None:
+    """Attention is where backends differ; raises ConfigError for one whose results depend on the batch."""
+    spec = config.speculation
+    parts = (spec, *(spec.drafters or ())) if spec else ()
+    for asked in (config.attention_backend, *(part.attention_backend for part in parts)):
+        name = resolve_attention_name(asked or "auto", device_type)
+        if device_type not in attention_backend(name, device_type).invariant_on:
+            raise ConfigError(
+                f"deterministic is set, but results of attention backend {name!r} depend on the batch on device "
+                f"{device_type!r}; leave attention_backend out"
+            )
 
 
 def _rule(config: EngineConfig) -> Rule:
