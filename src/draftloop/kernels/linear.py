@@ -19,6 +19,8 @@ from torch import Tensor
 
 from draftloop.errors import ConfigError
 from draftloop.kernels.batch_invariance import is_wanted
+from draftloop.kernels import linear_wide
+from draftloop.kernels.linear_wide import Kind, linear_wide_triton
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
@@ -29,7 +31,7 @@ Weight: TypeAlias = "Tensor | QuantisedWeight"
 """What a linear layer may have for a matrix."""
 
 MAX_TOKENS = 64
-"""Above this, cuBLAS."""
+"""Above this, `linear_wide` where it is faster, else cuBLAS."""
 FEW_TOKENS = 32
 """Up to this, tiles are wide in columns; above, the tokens take the shared memory."""
 SHARED_BYTES = 220 << 10
@@ -308,6 +310,8 @@ def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, out
         return result_TN if out_TN is None else out_TN.copy_(result_TN)
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
         return linear_triton(x_TK, weight_NK, bias_N, out_TN=out_TN)
+    if x_TK.is_cuda and (wide := linear_wide.choose(x_TK, weight_NK, Kind.PLAIN)):
+        return linear_wide_triton(x_TK, weight_NK, bias_N, kind=Kind.PLAIN, tiles=wide, out=out_TN)
     if native.takes_linear(x_TK, weight_NK, bias_N):
         if out_TN is None:
             return native.linear(x_TK, weight_NK, bias_N)
@@ -330,4 +334,6 @@ def residual_linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = Non
         return linear_invariant_triton(x_TK, weight_NK, bias_N, may_split=True)
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK) and _tiles(x_TK, weight_NK, may_split=True).splits > 1:
         return linear_split_triton(x_TK, weight_NK, bias_N)
+    if x_TK.is_cuda and (wide := linear_wide.choose(x_TK, weight_NK, Kind.SUMS)):
+        return linear_wide_triton(x_TK, weight_NK, bias_N, kind=Kind.SUMS, tiles=wide)
     return linear(x_TK, weight_NK, bias_N)

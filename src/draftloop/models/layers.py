@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.kernels.gated_linear import gated_linear
 from draftloop.kernels.linear import linear, residual_linear
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kernels.rope_write import rope_write
-from draftloop.kernels.silu_mul import silu_mul
 from draftloop.models.config import ModelConfig
 
 
@@ -108,7 +108,7 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x_TC: Tensor) -> Tensor:
         """[T, C] -> what `residual_linear` returns."""
-        inner_TI = silu_mul(linear(x_TC, self.gate_up_weight, self.gate_up_bias))
+        inner_TI = gated_linear(x_TC, self.gate_up_weight, self.gate_up_bias)
         return residual_linear(inner_TI, self.down_weight, self.down_bias)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
