@@ -28,7 +28,7 @@ from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECO
 from draftloop.bench.stamp import stamp
 from draftloop.kernels import linear_wide, lm_head_argmax
 from draftloop.kernels.argmax import argmax, best_index
-from draftloop.kernels.linear import linear, residual_linear
+from draftloop.kernels.linear import MAX_TOKENS, linear, linear_torch, residual_linear
 from draftloop.kernels.linear_wide import Kind, WideTiles, linear_wide_triton, token_parts
 from draftloop.kernels.lm_head_argmax import HeadTiles, head_maxima_triton, head_parts
 from draftloop.kernels.rms_norm import add_rms_norm
@@ -189,10 +189,10 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
     def time_it(run: Callable[[Tensor], Any]) -> float:
         return time_us([lambda weight=weight: run(weight) for weight in weights], min_calls=min_calls, repeats=7)[0]
 
-    today = residual_linear if Kind.SUMS in layer.kinds else linear
+    today = linear_torch if tokens > MAX_TOKENS else residual_linear if Kind.SUMS in layer.kinds else linear
     follow = followed(Kind.PLAIN, layer.name, tokens, layer.columns, device)
     before = time_it(lambda weight: follow(today(x, weight)))
-    expected, results = linear(x, weights[0]), []
+    expected, results = linear_torch(x, weights[0]), []
     for kind, tiles, compiled, run in cell.candidates:
         follow = (lambda out: out) if kind == HEAD else followed(kind, layer.name, tokens, layer.columns, device)
         result: dict[str, Any] = {"kind": kind, "tiles": list(tiles)}
