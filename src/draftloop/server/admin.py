@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import draftloop
 from draftloop.server.chat import template_messages, template_tools
@@ -34,9 +34,9 @@ def admin_router(serving: Serving) -> APIRouter:
         serving.check_model(name)
         return JSONResponse(_card(serving, name, started))
 
-    @router.get("/health")
-    @router.get("/ping")
-    @router.post("/ping")
+    @router.get("/health", response_class=Response)
+    @router.get("/ping", response_class=Response)
+    @router.post("/ping", response_class=Response)
     async def health() -> Response:
         """200 once everything is captured, and only while the engine lives."""
         if client.state != "ready":
@@ -51,7 +51,7 @@ def admin_router(serving: Serving) -> APIRouter:
     async def load() -> dict[str, int]:
         return {"server_load": client.num_open}
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(serving.metrics.render(await _graphs(serving)), media_type=CONTENT_TYPE)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hmac
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +25,28 @@ from draftloop.server.serving import Serving
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/load", "/metrics", *FILES})
 """Served without a key: what load balancers and Prometheus ask for, and the page, which asks for one."""
+
+
+ERRORS = {
+    400: "the request cannot be served as it is; `param` names what is wrong",
+    401: "a key is wanted (--api-key)",
+    404: "there is no such model, or nothing at this place",
+    413: "the body is too large (--max-body-bytes)",
+    429: "too many requests wait (--max-waiting)",
+    503: "the engine is starting, shutting down or dead",
+}
+"""Statuses that any route may answer with."""
+
+
+class ErrorFacts(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorFacts
 
 
 def make_app(client: EngineClient, options: ServerOptions) -> FastAPI:
@@ -43,6 +67,7 @@ def make_app(client: EngineClient, options: ServerOptions) -> FastAPI:
         version=draftloop.__version__,
         lifespan=lifespan,
         root_path=options.root_path,
+        responses={status: {"model": ErrorBody, "description": what} for status, what in ERRORS.items()},
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
     )
@@ -50,12 +75,24 @@ def make_app(client: EngineClient, options: ServerOptions) -> FastAPI:
         app.include_router(router)
     app.include_router(page_router())
     add_error_handlers(app)
+    describe = app.openapi
+    app.openapi = lambda: _without_422(describe())
     app.add_middleware(Guard, api_keys=options.api_key, max_body_bytes=options.max_body_bytes)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     return app
+
+
+def _without_422(schema: dict[str, Any]) -> dict[str, Any]:
+    """What the framework says of bodies that do not fit; here they get status 400."""
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
+    return schema
 
 
 class Guard:

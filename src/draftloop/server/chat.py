@@ -26,13 +26,13 @@ from draftloop.server.parsers import (
 )
 from draftloop.server.protocol import ChatMessage, ChatRequest, NamedTool, Tool
 from draftloop.server.reply import Reply, TokenNames, chat_logprobs, event, prompt_logprobs_dict, token_sources
-from draftloop.server.serving import EventStream, Serving, response_id, unless_gone
+from draftloop.server.serving import ANSWER, EventStream, Serving, response_id, unless_gone
 
 
 def chat_router(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=ANSWER)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         serving.check(body)
         _check(body, serving)

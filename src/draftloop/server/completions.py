@@ -20,13 +20,13 @@ from draftloop.server.reply import (
     prompt_logprobs_dict,
     token_sources,
 )
-from draftloop.server.serving import EventStream, Serving, response_id, unless_gone
+from draftloop.server.serving import ANSWER, EventStream, Serving, response_id, unless_gone
 
 
 def completions_router(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=ANSWER)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         texts, given_ids = _prompts(body.prompt)
         serving.check(body, len(texts) or len(given_ids))

@@ -32,6 +32,9 @@ logger = log.get_logger(__name__)
 QUICK_TEXT = 4096
 """Characters that are made tokens at once; longer texts must not hold up other requests."""
 
+ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+"""How answers come: whole, or streamed."""
+
 RESERVED_ARGUMENTS = frozenset(
     {"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
 )
