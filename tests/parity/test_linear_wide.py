@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftloop.kernels import linear_wide as module
+from draftloop.kernels.batch_invariance import batch_invariant
 from draftloop.kernels.linear_wide import (
     MEASURED,
     Kind,
@@ -142,6 +143,7 @@ def test_only_measured_tokens_are_taken(monkeypatch: pytest.MonkeyPatch) -> None
     assert taken(100) == taken(128) == SMALL._replace(block_n=128)
     assert taken(96, Kind.GATED) is None
     assert taken(96, dtype=torch.float32) is None
+    assert batch_invariant(taken)(96) is None
     # columns of a wider tensor
     assert choose(torch.empty(96, 256, dtype=torch.bfloat16)[:, :128], weight, Kind.PLAIN) is None
     module._measured.cache_clear()

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.silu_mul import silu_mul_torch
 from draftloop.kernels.triton_import import TensorDescriptor, jit, next_power_of_2, pdl_options, tl
 
@@ -273,9 +274,10 @@ def gpu_name(device: torch.device) -> str:
 
 
 def choose(x: Tensor, weight_NK: Tensor, kind: Kind) -> WideTiles | None:
-    """Tiles for a layer on a CUDA device; None: cuBLAS is faster, or nobody has measured."""
+    """Tiles for a layer on a CUDA device; None: cuBLAS is faster, nobody has measured, or sums must not depend
+    on the number of tokens."""
     tiles = _measured(gpu_name(x.device), x.shape[0], *weight_NK.shape, kind)
-    if tiles is None or x.dim() != 2 or x.dtype not in DTYPES or weight_NK.dtype != x.dtype:
+    if tiles is None or is_wanted() or x.dim() != 2 or x.dtype not in DTYPES or weight_NK.dtype != x.dtype:
         return None
     aligned = x.data_ptr() % 16 == weight_NK.data_ptr() % 16 == 0  # as bulk copies need it
     return tiles if aligned and x.is_contiguous() and weight_NK.is_contiguous() else None

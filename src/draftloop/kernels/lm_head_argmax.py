@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.argmax import chunk_maxima
+from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.linear_wide import DTYPES, MIN_PART, Range, TokenParts, gpu_name, token_parts
 from draftloop.kernels.triton_import import TensorDescriptor, jit, pdl_options, tl
 
@@ -184,7 +185,7 @@ def takes_head(x: Tensor, weight_VK: Tensor) -> bool:
 
 def _choose(x: Tensor, weight_VK: Tensor) -> HeadTiles | None:
     tiles = _measured(gpu_name(x.device), x.shape[0], *weight_VK.shape)
-    if tiles is None or x.dim() != 2 or x.dtype not in DTYPES or weight_VK.dtype != x.dtype:
+    if tiles is None or is_wanted() or x.dim() != 2 or x.dtype not in DTYPES or weight_VK.dtype != x.dtype:
         return None
     aligned = x.data_ptr() % 16 == weight_VK.data_ptr() % 16 == 0  # as bulk copies need it
     return tiles if aligned and x.is_contiguous() and weight_VK.is_contiguous() else None
