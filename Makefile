@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Through the environment, so that quotes in a prompt survive.
 export PROMPT
 
-.PHONY: help run test gpu-test bench lint format types layers install install-dev clean
+.PHONY: help run test gpu-test bench lint format types layers page install install-dev browser clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -19,7 +19,7 @@ help: ## show this list
 run: install ## answer a prompt with speculation on: make run PROMPT="..."
 	@$(BIN)/draftloop run $${PROMPT:+--prompt "$$PROMPT"}
 
-test: install-dev ## the whole CPU test suite
+test: install-dev browser ## the whole CPU test suite
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 gpu-test: install-dev ## the tests that need a GPU
@@ -42,12 +42,18 @@ types: install-dev ## type checks
 layers: install-dev ## check that imports point one way
 	$(BIN)/lint-imports --no-logo
 
+page: web/node_modules/.installed ## check, test and build the server's page, which is committed (needs npm)
+	@cd web && npm run --silent check && npm run --silent test && npm run --silent build
+
+browser: # Chromium, for tests of the page, where it can be had
+	@tools/install_browser.sh
+
 install: $(VENV)/.installed ## make .venv and install draftloop
 
 install-dev: $(VENV)/.installed-dev ## .. and what tests and checks need
 
 clean: ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist web/node_modules web/build
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -65,4 +71,8 @@ $(VENV)/.installed: pyproject.toml tools/install_torch.sh | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet --group dev
+	@touch $@
+
+web/node_modules/.installed: web/package-lock.json
+	@cd web && npm ci --silent --no-progress
 	@touch $@

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Coroutine
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
@@ -46,7 +46,7 @@ class Page(NamedTuple):
 def page_router() -> APIRouter:
     router = APIRouter()
     for path, (name, media_type) in FILES.items():
-        data = resources.files(__package__).joinpath(name).read_bytes()
+        data = Path(__file__).with_name(name).read_bytes()
         page = Page(data, media_type, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
         router.add_api_route(path, _serve(page), methods=["GET", "HEAD"], include_in_schema=False)
     return router
