@@ -207,6 +207,41 @@ def acceptance(
     )
 
 
+@command(bench, "structured", [*target_options(), *speculation_options()])
+def structured(
+    values: dict[str, Any],
+    *,
+    target: str = "smollm2-135m",
+    num_prompts: int = 200,
+    max_tokens: int = 256,
+    temperature: Annotated[tuple[float, ...], DECIMALS] = (0.0, 1.0),
+    out: Path = Path("docs/numbers"),
+) -> None:
+    """How many answers that a JSON schema constrains are valid, over assorted schemas, as jsonschema judges them.
+
+    Parameters
+    ----------
+    target:
+        The model that answers: hub id, local folder or alias.
+    num_prompts:
+        Prompts, each with a schema of its own.
+    max_tokens:
+        Tokens of each answer, at most; what that cuts is counted apart.
+    temperature:
+        Temperatures to measure at, such as 0,1.
+    out:
+        Folder or file for the results.
+    """
+    at_least_one(num_prompts=num_prompts, max_tokens=max_tokens, temperature=len(temperature))
+    for value in temperature:
+        SamplingParams(temperature=value)
+    values = {**values, "model": target}
+    config = config_from(values, default_speculation(values))
+    from draftloop.bench.structured import run_structured
+
+    run_structured(config, num_prompts=num_prompts, max_tokens=max_tokens, temperatures=temperature, out=out)
+
+
 @command(bench, "transformers", [*engine_options(max_num_seqs=1), *speculation_options()])
 def against_transformers(
     values: dict[str, Any],
