@@ -31,6 +31,8 @@ Stage = Callable[[Tensor], Tensor]
 class ConstraintRows:
     """A part of the row state that only batches with a constrained request read. Rows without are neutral."""
 
+    is_active_M: Tensor
+    """int32: 1 for rows whose logits are changed, 0 for those that are neutral in everything below."""
     presence_M: Tensor
     frequency_M: Tensor
     repetition_M: Tensor
@@ -61,6 +63,7 @@ class ConstraintRows:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         return cls(
+            is_active_M=full(num_rows),
             presence_M=full(num_rows, dtype=torch.float32),
             frequency_M=full(num_rows, dtype=torch.float32),
             repetition_M=full(num_rows, value=1, dtype=torch.float32),
@@ -86,6 +89,7 @@ class ConstraintRows:
     ) -> None:
         """Give a row what its request asks for; `ending_ids` are the tokens that end it."""
         for column, value in (
+            (self.is_active_M, 1),
             (self.presence_M, params.presence_penalty),
             (self.frequency_M, params.frequency_penalty),
             (self.repetition_M, params.repetition_penalty),
@@ -115,6 +119,7 @@ class ConstraintRows:
     def clear(self, row: int) -> None:
         """Make a row neutral."""
         for column, value in (
+            (self.is_active_M, 0),
             (self.presence_M, 0),
             (self.frequency_M, 0),
             (self.repetition_M, 1),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftloop.kernels.argmax import NO_INDEX, UNPACK, chunk_maxima
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
-from draftloop.sampling.noise import ACCEPT_OFFSET64, GOLDEN64, MIX64, UNIT
+from draftloop.sampling.noise import ACCEPT_NOISE, noise_key, unit_noise
 
 
 class TokenRows(NamedTuple):
@@ -27,6 +27,27 @@ class TokenRows(NamedTuple):
     num_tokens_M: Tensor
     max_tokens_M: Tensor
     seed_M: Tensor
+
+
+@jit()
+def append(
+    entry, row, q, num_accepted, draft, is_draft, target, bad, num_tokens, room,
+    tokens_ptr, num_tokens_ptr, num_emitted_ptr, outcome_ptr, tokens_width, outcome_width, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Lengthen a row by its accepted drafts and the `target` behind them, and report: `commit._finish`."""
+    num_good = tl.min(tl.where(bad, q, BLOCK_Q), 0)
+    num_emitted = tl.maximum(tl.minimum(tl.minimum(num_accepted + 1, num_good), room), 0)
+    emitted = tl.where(q < num_accepted, draft, target)
+    emitted = tl.where(q < num_emitted, emitted, -1)
+    # the padding row has no room: nothing of it changes
+    tl.store(tokens_ptr + row * tokens_width + num_tokens + q, emitted, mask=q < num_emitted)
+    tl.store(num_tokens_ptr + row, num_tokens + num_emitted, mask=num_emitted > 0)
+    tl.store(num_emitted_ptr + entry, num_emitted)
+    outcome_row_ptr = outcome_ptr + entry * outcome_width
+    tl.store(outcome_row_ptr, num_emitted)
+    tl.store(outcome_row_ptr + 1, tl.minimum(num_accepted, num_emitted))
+    tl.store(outcome_row_ptr + 2, tl.sum((is_draft & (draft != -1)).to(tl.int32), 0))
+    tl.store(outcome_row_ptr + 3 + q, emitted, mask=q < outcome_width - 3)
 
 
 @jit("drafts_width", "tokens_width", "outcome_width", "num_chunks", "num_positions", "vocab_size")
@@ -48,11 +69,6 @@ def _accept_kernel(
     num_positions,
     vocab_size,
     RATES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GOLDEN: tl.constexpr,
-    MIX_A: tl.constexpr,
-    MIX_B: tl.constexpr,
-    UNIT: tl.constexpr,
     NO_INDEX: tl.constexpr,
     UNPACK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -81,14 +97,9 @@ def _accept_kernel(
     num_tokens = tl.load(num_tokens_ptr + row)
     room = tl.load(max_tokens_ptr + row) - num_tokens
     if RATES:
-        # `noise.uniform`, and a target can only read what it knows
-        position = (num_tokens + q).to(tl.uint64)
-        bits = tl.load(seed_ptr + row + tl.zeros_like(q)).to(tl.uint64) + OFFSET + position * GOLDEN
-        bits = (bits ^ (bits >> 30)) * MIX_A
-        bits = (bits ^ (bits >> 27)) * MIX_B
-        bits = bits ^ (bits >> 31)
-        noise = ((bits >> 33).to(tl.int64).to(tl.float32) + 0.5) * UNIT
+        noise = unit_noise(noise_key(tl.load(seed_ptr + row), num_tokens + q, ACCEPT_NOISE))
         rate = tl.load(rates_ptr + q, mask=is_draft, other=0.0)
+        # a target can only read what it knows
         accepted = is_draft & (noise < rate) & (draft >= 0) & (draft < vocab_size)
     else:
         accepted = is_draft & (draft == target)
@@ -96,19 +107,10 @@ def _accept_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # the place after the last draft is never accepted, so there is always an end
     num_accepted = tl.min(tl.where(accepted, BLOCK_Q, q), 0)
-    num_good = tl.min(tl.where(bad, q, BLOCK_Q), 0)
-    num_emitted = tl.maximum(tl.minimum(tl.minimum(num_accepted + 1, num_good), room), 0)
-    emitted = tl.where(q < num_accepted, draft, target)
-    emitted = tl.where(q < num_emitted, emitted, -1)
-    # the padding row has no room: nothing of it changes
-    tl.store(tokens_ptr + row * tokens_width + num_tokens + q, emitted, mask=q < num_emitted)
-    tl.store(num_tokens_ptr + row, num_tokens + num_emitted, mask=num_emitted > 0)
-    tl.store(num_emitted_ptr + entry, num_emitted)
-    outcome_row_ptr = outcome_ptr + entry * outcome_width
-    tl.store(outcome_row_ptr, num_emitted)
-    tl.store(outcome_row_ptr + 1, tl.minimum(num_accepted, num_emitted))
-    tl.store(outcome_row_ptr + 2, tl.sum((is_draft & (draft != -1)).to(tl.int32), 0))
-    tl.store(outcome_row_ptr + 3 + q, emitted, mask=q < outcome_width - 3)
+    append(
+        entry, row, q, num_accepted, draft, is_draft, target, bad, num_tokens, room,
+        tokens_ptr, num_tokens_ptr, num_emitted_ptr, outcome_ptr, tokens_width, outcome_width, BLOCK_Q,
+    )  # fmt: skip
 
 
 def outcome_memory(rows_R: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -143,11 +145,6 @@ def accept_block_triton(
             num_drafts + 1,
             logits_XV.shape[1],
             RATES=rates_K is not None,
-            OFFSET=ACCEPT_OFFSET64,
-            GOLDEN=GOLDEN64,
-            MIX_A=MIX64[0],
-            MIX_B=MIX64[1],
-            UNIT=UNIT,
             NO_INDEX=NO_INDEX,
             UNPACK=UNPACK,
             BLOCK_Q=next_power_of_2(width),

@@ -12,6 +12,8 @@ length, V vocabulary, X = R * Q, O columns of an outcome.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,22 +21,34 @@ from torch import Tensor
 
 from draftloop.kernels.argmax import takes_argmax
 from draftloop.kernels.native import ops as native
+from draftloop.kernels.softmax_statistics import Changed, Statistics, Truncation, softmax_statistics_triton
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.sampling.accept import (
     NO_TOKEN,
     accept_sampled_rows,
     accept_synthetic,
+    accept_synthetic_rows,
     accept_targets,
     clip_to_limit,
     prefix_length,
 )
 from draftloop.sampling.accept_block import TokenRows, accept_block_triton, outcome_memory
+from draftloop.sampling.accept_drawn import DrawnRule, accept_drawn_triton
+from draftloop.sampling.block_verification import accept_block_rows
+from draftloop.sampling.constrain_block import constrain_triton
 from draftloop.sampling.constraints import constrain
 from draftloop.sampling.logits_processors import LogitsProcessor
-from draftloop.sampling.sampler import SamplingKind, SamplingRows, probabilities
+from draftloop.sampling.sampler import SamplingKind, SamplingRows, probabilities, probabilities_from
 
 Rule = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """How sampled drafts are accepted: the arguments and results of `accept_sampled_rows`."""
+
+KERNEL_RULES: dict[Any, DrawnRule] = {
+    accept_sampled_rows: DrawnRule.STANDARD,
+    accept_block_rows: DrawnRule.BLOCK,
+    accept_synthetic_rows: DrawnRule.COIN,
+}
+"""Rules that need no probabilities on a GPU. Of others the rule itself is run, on probabilities."""
 
 OUTCOME_COUNTS = ("num_emitted", "num_accepted", "num_drafted")
 """The first columns of `outcome`: emitted tokens, accepted drafts among them, and drafts that the row had."""
@@ -91,6 +105,23 @@ def accept_rows_sampled(
     Uses the drafts' distributions where the state keeps them. `kind` promises that no row asks for
     more; only CONSTRAINED runs `processors`. See `_finish` for what is returned.
     """
+    width = width or num_drafts + 1
+    function, options = (rule.func, rule.keywords) if isinstance(rule, partial) else (rule, {})
+    if takes_argmax(logits_XV) and function in KERNEL_RULES:
+        position = _read_positions(state, rows_R, logits_XV, num_drafts, kind=kind, processors=processors)
+        return accept_drawn_triton(
+            rows_R,
+            position.logits_XV,
+            position.statistics,
+            _token_rows(state),
+            state.temperature_M,
+            state.draft_probs_MKV,
+            rule=KERNEL_RULES[function],
+            changed=position.changed,
+            num_drafts=num_drafts,
+            width=width,
+            **options,
+        )
     drafts_RK = _drafts(state, rows_R, num_drafts)
     probs_RQV = target_probabilities(state, rows_R, logits_XV, num_drafts, kind=kind, processors=processors)
     emitted = rule(
@@ -102,7 +133,38 @@ def accept_rows_sampled(
         state.num_tokens_M.index_select(0, rows_R),
     )
     is_bad_RQ = probs_RQV[:, :, 0].isnan()
-    return _finish(state, rows_R, drafts_RK, *emitted, is_bad_RQ, width=width or num_drafts + 1)
+    return _finish(state, rows_R, drafts_RK, *emitted, is_bad_RQ, width=width)
+
+
+class _Positions(NamedTuple):
+    logits_XV: Tensor
+    changed: Changed | None
+    statistics: Statistics
+
+
+def _read_positions(
+    state: RowState,
+    rows_R: Tensor,
+    logits_XV: Tensor,
+    num_drafts: int,
+    *,
+    kind: SamplingKind,
+    processors: Sequence[LogitsProcessor] = (),
+    lengths_R: Tensor | None = None,
+) -> _Positions:
+    """By kernels: logits as the rows want them, and what probabilities follow from."""
+    changed = best_XC = None
+    if kind is SamplingKind.CONSTRAINED:
+        if processors or lengths_R is not None:
+            by_row_RQV = constrain(state, rows_R, _by_row(logits_XV, num_drafts), processors, lengths_R=lengths_R)
+            logits_XV = by_row_RQV.flatten(0, 1)
+        else:
+            changed, best_XC = constrain_triton(state, rows_R, logits_XV)
+    truncation = Truncation(state.temperature_M, state.top_k_M, state.top_p_M, state.min_p_M)
+    statistics = softmax_statistics_triton(
+        logits_XV, rows_R, truncation, best_XC=best_XC, changed=changed, truncate=kind.truncates
+    )
+    return _Positions(logits_XV, changed, statistics)
 
 
 def target_probabilities(
@@ -119,6 +181,16 @@ def target_probabilities(
 
     `lengths_R`: tokens that each row had before the block; None: it has not been accepted yet.
     """
+    if takes_argmax(logits_XV):
+        logits_XV, changed, statistics = _read_positions(
+            state, rows_R, logits_XV, num_drafts, kind=kind, processors=processors, lengths_R=lengths_R
+        )
+        rows_X = rows_R.long()[:, None].expand(-1, num_drafts + 1).reshape(-1)
+        if changed is not None:
+            is_changed_X1 = changed.is_changed_M.index_select(0, rows_X)[:, None] != 0
+            logits_XV = torch.where(is_changed_X1, changed.logits_XV, logits_XV.float())
+        temperature_X = state.temperature_M.index_select(0, rows_X)
+        return _by_row(probabilities_from(logits_XV, statistics, temperature_X), num_drafts)
     if kind is SamplingKind.CONSTRAINED:
         logits_RQV = constrain(state, rows_R, _by_row(logits_XV, num_drafts), processors, lengths_R=lengths_R)
         logits_XV = logits_RQV.flatten(0, 1)

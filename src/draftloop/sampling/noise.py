@@ -7,7 +7,7 @@ test depend on the draft that it judges, which changes the distribution.
 
 A key is a SplitMix64 output (Steele, Lea & Flood 2014; Stafford's mix 13). Noise per token is a
 two-round 32-bit finaliser (Wellons' "lowbias32" constants) with half of the key entering in each
-round.
+round. Kernels draw the same bits; logarithms may differ in the last place.
 
 Shape suffixes: N samples, V vocabulary.
 """
@@ -18,6 +18,8 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+
+from draftloop.kernels.triton_import import constant, jit, tl
 
 
 class Stream(IntEnum):
@@ -40,9 +42,6 @@ def _signed(value: int, bits: int) -> int:
 GOLDEN64 = 0x9E3779B97F4A7C15
 MIX64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _STREAM64 = 0xD1342543DE82EF95
-ACCEPT_OFFSET64 = _STREAM64 * Stream.ACCEPT % 2**64
-"""What the stream adds to a seed."""
-
 _GOLDEN64 = _signed(GOLDEN64, 64)
 _MIX64 = tuple(_signed(factor, 64) for factor in MIX64)
 _GOLDEN32 = _signed(0x9E3779B9, 32)
@@ -51,6 +50,13 @@ _MIX32 = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
 # 31 random bits to the open unit interval: bits + 0.5 is at most 2**31 in float32, so the factor
 # just below 2**-31 keeps the result at most 1 - 2**-24, and 0.5 keeps it above 0
 UNIT = (1 - 2**-24) * 2**-31
+
+
+# what kernels read by name: what a stream adds to a seed, and the factors above
+DRAFT_NOISE, ACCEPT_NOISE, SAMPLE_NOISE = (constant(_STREAM64 * stream % 2**64) for stream in Stream)
+_GOLDEN64_C, _MIX64_A, _MIX64_B = (constant(factor) for factor in (GOLDEN64, *MIX64))
+_GOLDEN32_C, _MIX32_A, _MIX32_B = (constant(factor % 2**32) for factor in (_GOLDEN32, *_MIX32))
+_UNIT_C = constant(UNIT)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -107,3 +113,37 @@ def gumbel_argmax(log_probs_NV: Tensor, seeds_N: Tensor, positions_N: Tensor, st
     finite. The result is in range whatever the row holds. Source: Gumbel-max (Maddison et al. 2014).
     """
     return (log_probs_NV - _log_exponential(seeds_N, positions_N, stream, log_probs_NV.shape[1])).argmax(-1)
+
+
+# ---- in kernels -----------------------------------------------------------------------------
+
+
+@jit()
+def noise_key(seed, position, stream):
+    """uint64: `_key`; `stream` is one of the constants above."""
+    bits = seed.to(tl.uint64) + stream + position.to(tl.uint64) * _GOLDEN64_C
+    bits = (bits ^ (bits >> 30)) * _MIX64_A
+    bits = (bits ^ (bits >> 27)) * _MIX64_B
+    return bits ^ (bits >> 31)
+
+
+@jit()
+def unit_noise(key):
+    """float32: `uniform`."""
+    return ((key >> 33).to(tl.int64).to(tl.float32) + 0.5) * _UNIT_C
+
+
+@jit()
+def log_exponential(key, index):
+    """float32: `_log_exponential` of one key, at tokens `index`."""
+    x = key.to(tl.uint32) + index.to(tl.uint32) * _GOLDEN32_C
+    x = x ^ (x >> 16)
+    x = (key >> 32).to(tl.uint32) + x * _MIX32_A
+    x = (x ^ (x >> 15)) * _MIX32_B
+    bits = x.to(tl.int32, bitcast=True)
+    unit = ((bits ^ (bits >> 16)).to(tl.float32) + 0.5) * _UNIT_C
+    # log1p(-unit): the rounding of 1 - unit is taken out again (Kahan)
+    rest = 1.0 - unit
+    taken = rest - 1.0
+    exponential = tl.where(taken == 0.0, unit, tl.log(rest) * (unit / tl.where(taken == 0.0, 1.0, taken)))
+    return tl.log(exponential)
