@@ -328,6 +328,21 @@ def test_a_phone_shows_all_of_it_in_light_and_dark_with_contrast_and_nothing_mov
         assert box["x"] + box["width"] <= 340
 
 
+@pytest.mark.usefixtures("npm_packages")
+def test_no_rule_of_accessibility_is_broken(browser, server):
+    rules = (WEB / "node_modules/axe-core/axe.min.js").read_text()
+    with opened(browser, server, bypass_csp=True) as page:  # axe makes markup of texts
+        is_ready(page)
+        ask(page, max_tokens=8)
+        for summary in page.locator("summary").all():
+            summary.click()
+        page.evaluate(rules)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
+            assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []
+
+
 def test_a_busy_server_a_stopped_answer_and_a_dead_engine_are_said_in_words(browser, server):
     with opened(browser, server, refused=True) as page:
         is_ready(page)
@@ -357,8 +372,8 @@ def test_a_busy_server_a_stopped_answer_and_a_dead_engine_are_said_in_words(brow
         page.press("#prompt", "Enter")
         expect(turn.nth(2).locator(".token").nth(3)).to_be_visible(timeout=PATIENCE_MS)
         os.kill(server.engine_pid, signal.SIGKILL)
-        dead = "the engine's process has ended (exit code -9)"
-        expect(turn.nth(2).get_by_role("alert")).to_contain_text(dead)
-        expect(page.locator("#status")).to_have_text(dead)
+        dead = "he engine's process has ended (exit code -9)"
+        expect(turn.nth(2).get_by_role("alert")).to_contain_text(f"T{dead}.")
+        expect(page.locator("#status")).to_have_text(f"t{dead}")
         expect(page.locator("#send")).to_be_disabled()
         page.screenshot(path=BUILD / "dead.png")

@@ -36,10 +36,10 @@ export class Answer {
     this.text = make("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Answer" });
     this.chart = numDrafts ? new AcceptanceChart(numDrafts) : null;
     const figure = this.chart
-      ? make("figure", {}, this.chart.element, make("figcaption", {}, "Steps that accepted the draft at position 1, 2, ..."))
+      ? make("figure", {}, this.chart.element, make("figcaption", {}, "Share of steps that accepted the draft at each position"))
       : null;
     const facts = make("div", { class: "facts" }, this.numbers, figure);
-    const title = make("h3", {}, heading);
+    const title = make("h2", {}, heading);
     this.element = make("article", { class: "answer", "aria-busy": "true" }, title, this.text, this.note, facts);
     this.text.addEventListener("keydown", (event) => this.onKey(event));
     this.text.addEventListener("blur", () => this.leave());

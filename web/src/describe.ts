@@ -27,6 +27,11 @@ export function describeAloud(token: Token, numDrafts: number): string {
   return `${said}. Rejected: ${token.rejected.map((draft) => visible(draft.text)).join(", ")}`;
 }
 
+/** With a capital and a full stop. */
+export function sentence(text: string): string {
+  return text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
+}
+
 /** Such as "31.4 tokens/s"; a dash where nothing is known yet. */
 export function number(value: number | null, digits: number, unit = ""): string {
   return value === null ? "–" : value.toFixed(digits) + unit;

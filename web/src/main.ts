@@ -1,6 +1,7 @@
 import { Answer } from "./answer.js";
 import { Api, ApiError, type ChatOptions } from "./api.js";
 import { AboutServer } from "./coverage_view.js";
+import { sentence } from "./describe.js";
 import { byId, make } from "./dom.js";
 import type { Message, ServerInfo } from "./protocol.js";
 import { TokenCard } from "./token_card.js";
@@ -229,7 +230,7 @@ class Page {
 
   private explain(error: unknown): string {
     if (!(error instanceof ApiError)) throw error;
-    if (error.status !== 429) return error.message;
+    if (error.status !== 429) return sentence(error.message);
     return `The server is busy: ${error.message}.` + (error.retryAfter ? ` It asks to wait ${error.retryAfter} s.` : "");
   }
 }

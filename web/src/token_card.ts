@@ -1,5 +1,5 @@
 import { byId, make } from "./dom.js";
-import { describe, visible } from "./describe.js";
+import { describe, sentence, visible } from "./describe.js";
 import type { Token } from "./protocol.js";
 
 /** The small card beside a token that says where it came from. There is one on the page. */
@@ -43,8 +43,4 @@ export class TokenCard {
     this.element.style.left = `${left}px`;
     this.element.style.top = `${top}px`;
   }
-}
-
-function sentence(text: string): string {
-  return text.charAt(0).toUpperCase() + text.slice(1) + ".";
 }

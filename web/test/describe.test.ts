@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { describeAloud, number, visible } from "../src/describe.js";
+import { describeAloud, number, sentence, visible } from "../src/describe.js";
 
 test("white space at the ends of a token can be seen", () => {
   assert.equal(visible(" the"), "“␣the”");
@@ -19,4 +19,8 @@ test("a screen reader hears which drafts were rejected", () => {
 test("what is not known is a dash", () => {
   assert.equal(number(null, 1), "–");
   assert.equal(number(1.25, 1, " s"), "1.3 s");
+});
+
+test("what a server says becomes a sentence", () => {
+  assert.deepEqual(["it is dead", "Gone."].map(sentence), ["It is dead.", "Gone."]);
 });

@@ -89,6 +89,9 @@ function describeAloud(token, numDrafts) {
   if (token.source !== "replacement") return said;
   return `${said}. Rejected: ${token.rejected.map((draft) => visible(draft.text)).join(", ")}`;
 }
+function sentence(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
+}
 function number(value, digits, unit = "") {
   return value === null ? "–" : value.toFixed(digits) + unit;
 }
@@ -162,9 +165,9 @@ var Answer = class {
     this.tally = new Tally(numDrafts, 0);
     this.text = make("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Answer" });
     this.chart = numDrafts ? new AcceptanceChart(numDrafts) : null;
-    const figure = this.chart ? make("figure", {}, this.chart.element, make("figcaption", {}, "Steps that accepted the draft at position 1, 2, ...")) : null;
+    const figure = this.chart ? make("figure", {}, this.chart.element, make("figcaption", {}, "Share of steps that accepted the draft at each position")) : null;
     const facts = make("div", { class: "facts" }, this.numbers, figure);
-    const title = make("h3", {}, heading);
+    const title = make("h2", {}, heading);
     this.element = make("article", { class: "answer", "aria-busy": "true" }, title, this.text, this.note, facts);
     this.text.addEventListener("keydown", (event) => this.onKey(event));
     this.text.addEventListener("blur", () => this.leave());
@@ -529,9 +532,6 @@ var TokenCard = class {
     this.element.style.top = `${top}px`;
   }
 };
-function sentence(text) {
-  return text.charAt(0).toUpperCase() + text.slice(1) + ".";
-}
 
 // src/main.ts
 var LOOK_AGAIN_MS = 2e3;
@@ -739,7 +739,7 @@ var Page = class {
   }
   explain(error) {
     if (!(error instanceof ApiError)) throw error;
-    if (error.status !== 429) return error.message;
+    if (error.status !== 429) return sentence(error.message);
     return `The server is busy: ${error.message}.` + (error.retryAfter ? ` It asks to wait ${error.retryAfter} s.` : "");
   }
 };
