@@ -38,7 +38,7 @@ export class AboutServer {
     const shown = phases.filter((phase) => !this.onlyRun.checked || phase.replays || phase.eagerRuns);
     if (!shown.length) return null;
     const what = unit === "rows" ? "Decoding: phase by number of rows" : "Prompts: phase by number of tokens";
-    const columns = [...sizes.map(String), "replays", "eager"];
+    const columns = ["replays", "eager", ...sizes.map(String)];
     const head = make("tr", {}, make("th", { scope: "col" }, "Phase"), ...columns.map((name) => make("th", { scope: "col" }, name)));
     const table = make("table", { class: "coverage" }, make("caption", {}, what), make("thead", {}, head));
     table.append(make("tbody", {}, ...shown.map((phase) => phaseRow(phase, sizes))));
@@ -51,7 +51,7 @@ function phaseRow(phase: PhaseCoverage, sizes: number[]): HTMLElement {
   const cells = sizes.map((size) => cell(phase.cells.get(size)));
   const counts = [phase.replays, phase.eagerRuns].map((count) => make("td", { class: "count" }, count.toLocaleString("en")));
   if (phase.eagerRuns) counts[1]?.classList.add("eager-runs");
-  return make("tr", {}, name, ...cells, ...counts);
+  return make("tr", {}, name, ...counts, ...cells);
 }
 
 function cell(row: GraphRow | undefined): HTMLElement {

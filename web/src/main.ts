@@ -94,7 +94,7 @@ class Page {
     }
     const { model, drafter, num_speculative_tokens: numDrafts } = this.info;
     const [method] = (drafter ?? "").split(",");
-    this.server.textContent = method ? `${model}, drafted for by ${method}, K = ${numDrafts}` : `${model}, no drafter`;
+    this.server.textContent = method ? `${model} · drafter ${method}, K = ${numDrafts}` : `${model} · no drafter`;
     this.server.title = drafter ?? "";
     this.setStatus("ready", "ready");
     this.about.show(this.info);
@@ -114,6 +114,7 @@ class Page {
     this.stop.hidden = !isBusy;
     this.restart.disabled = isBusy || !this.messages.length;
     const drafts = (this.info?.num_speculative_tokens ?? 1) > 0;
+    if (!drafts) this.speculation.checked = this.compare.checked = false;
     this.compare.disabled = !drafts;
     this.speculation.disabled = this.compare.checked || !drafts;
     this.welcome.hidden = this.conversation.childElementCount > 0;

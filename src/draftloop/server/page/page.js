@@ -461,7 +461,7 @@ var AboutServer = class {
     const shown = phases.filter((phase) => !this.onlyRun.checked || phase.replays || phase.eagerRuns);
     if (!shown.length) return null;
     const what = unit === "rows" ? "Decoding: phase by number of rows" : "Prompts: phase by number of tokens";
-    const columns = [...sizes.map(String), "replays", "eager"];
+    const columns = ["replays", "eager", ...sizes.map(String)];
     const head = make("tr", {}, make("th", { scope: "col" }, "Phase"), ...columns.map((name) => make("th", { scope: "col" }, name)));
     const table = make("table", { class: "coverage" }, make("caption", {}, what), make("thead", {}, head));
     table.append(make("tbody", {}, ...shown.map((phase) => phaseRow(phase, sizes))));
@@ -473,7 +473,7 @@ function phaseRow(phase, sizes) {
   const cells = sizes.map((size) => cell(phase.cells.get(size)));
   const counts = [phase.replays, phase.eagerRuns].map((count2) => make("td", { class: "count" }, count2.toLocaleString("en")));
   if (phase.eagerRuns) counts[1]?.classList.add("eager-runs");
-  return make("tr", {}, name, ...cells, ...counts);
+  return make("tr", {}, name, ...counts, ...cells);
 }
 function cell(row) {
   if (!row) return make("td", { class: "cell" }, "·");
@@ -617,7 +617,7 @@ var Page = class {
     }
     const { model, drafter, num_speculative_tokens: numDrafts } = this.info;
     const [method] = (drafter ?? "").split(",");
-    this.server.textContent = method ? `${model}, drafted for by ${method}, K = ${numDrafts}` : `${model}, no drafter`;
+    this.server.textContent = method ? `${model} · drafter ${method}, K = ${numDrafts}` : `${model} · no drafter`;
     this.server.title = drafter ?? "";
     this.setStatus("ready", "ready");
     this.about.show(this.info);
@@ -635,6 +635,7 @@ var Page = class {
     this.stop.hidden = !isBusy;
     this.restart.disabled = isBusy || !this.messages.length;
     const drafts = (this.info?.num_speculative_tokens ?? 1) > 0;
+    if (!drafts) this.speculation.checked = this.compare.checked = false;
     this.compare.disabled = !drafts;
     this.speculation.disabled = this.compare.checked || !drafts;
     this.welcome.hidden = this.conversation.childElementCount > 0;
