@@ -33,6 +33,12 @@ ASK_FOR_NOTHING: Mapping[str, Any] = {
 }
 
 
+MAX_TEXTS, MAX_CHARACTERS = 32, 256
+"""Of `stop` and `bad_words`, and of each text of theirs: the engine looks for them in every step."""
+MAX_IDS = 1024
+"""Of `stop_token_ids`, likewise."""
+
+
 class Body(BaseModel):
     """Knows its fields: another one is refused, naming it and its nearest neighbour."""
 
@@ -111,6 +117,23 @@ class Sampling(Body):
     return_token_sources: bool = False
     """Say of each token whether it was drafted, at which position, and which drafts it replaces."""
     speculative: Speculative = Field(default_factory=Speculative)
+
+    @model_validator(mode="after")
+    def _lists_are_short(self) -> Sampling:
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name) or []
+            texts = [value] if isinstance(value, str) else value
+            if len(texts) > MAX_TEXTS:
+                raise ApiError(400, f"{name} has {len(texts)} texts; at most {MAX_TEXTS} are taken", param=name)
+            longest = max(map(len, texts), default=0)
+            if longest > MAX_CHARACTERS:
+                raise ApiError(
+                    400, f"{name} has a text of {longest} characters; at most {MAX_CHARACTERS} are taken", param=name
+                )
+        count = len(self.stop_token_ids or ())
+        if count > MAX_IDS:
+            raise ApiError(400, f"stop_token_ids has {count} ids; at most {MAX_IDS} are taken", param="stop_token_ids")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Sampling:
