@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from servers import K, byte_model, events, running
 
 SECONDS = float(os.environ.get("TRAFFIC_SECONDS", "15"))
 STREAMS = 16
 GOES_AWAY = 0.3
-LIMITS = ["--max-model-len", "512", "--max-num-seqs", "12", "--kv-cache-memory-bytes", str(1 << 23), "--device", "cpu"]
+LIMITS = ["--max-model-len", "512", "--max-num-seqs", "12", "--kv-cache-memory-bytes", str(1 << 23)]
 MIB = 1 << 20
 
 
@@ -108,9 +109,10 @@ def held(pid: int) -> dict[str, int]:
     return {"mib": int(status["VmRSS"].split()[0]) // 1024, "files": files, "threads": int(status["Threads"])}
 
 
-def test_traffic_with_clients_that_go_away_leaves_nothing_and_every_token_is_counted():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_traffic_with_clients_that_go_away_leaves_nothing_and_every_token_is_counted(device):
     drafter = ("--spec-method", "draft_model", "--spec-model", byte_model(), "--spec-tokens", str(K))
-    with running(*drafter, limits=LIMITS) as server:
+    with running(*drafter, limits=[*LIMITS, "--device", device]) as server:
         pids = {"api": server.process.pid, "engine": server.engine_pid}
         traffic(server, seconds=SECONDS / 4, goes_away=GOES_AWAY, seed=0)  # every size has been seen
         server.assert_all_free()
