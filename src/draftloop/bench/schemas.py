@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,6 +134,6 @@ def schema_prompts(count: int, *, seed: int = 0) -> list[SchemaPrompt]:
         kind = list(KINDS)[number % len(KINDS)]
         topic, names = rng.choice(list(_TOPICS.items()))
         schema = KINDS[kind](rng, names)
-        prompt = f"Describe {topic} as JSON. Answer with nothing but JSON of this schema:\n{json.dumps(schema)}"
-        made.append(SchemaPrompt(kind=kind, prompt=prompt, schema=schema))
+        # the schema itself is left out: what is valid is so because of the grammar
+        made.append(SchemaPrompt(kind=kind, prompt=f"Describe {topic} as JSON.", schema=schema))
     return made
