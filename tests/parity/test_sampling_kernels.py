@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftloop.drafters import write
+from draftloop.drafters.write import write_block, write_next
 from draftloop.kernels.argmax import best_index, chunk_maxima
 from draftloop.kernels.softmax_statistics import (
     Changed,
@@ -336,3 +338,35 @@ def test_processors_come_between(device: torch.device, monkeypatch: pytest.Monke
     monkeypatch.setattr(commit, "takes_argmax", lambda x: True)
     out = target_probabilities(on(device, state), rows.to(device), logits.to(device), 0, **options)
     torch.testing.assert_close(out.cpu(), probs, rtol=1e-4, atol=1e-7)
+
+
+# ---- drafts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(("first", "block"), [(True, False), (False, False), (False, True)])
+def test_drafts_are_drawn_as_torch_does(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, mapped: bool, first: bool, block: bool
+) -> None:
+    state = make_state(3, VOCAB)
+    state.num_drafted_M[:ROWS] = torch.tensor([0, 1, 2, 3, 1, 0])
+    state.draft_limit_M[:ROWS] = torch.tensor([4, 4, 4, 4, 1, 4])
+    rows = torch.tensor([4, 0, 1, 5, 2], dtype=torch.int32)
+    noise = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(rows) * (K if block else 1), VOCAB - 20, generator=noise) * 2
+    logits[2, 7] = NAN
+    ids = torch.randperm(VOCAB, generator=noise)[: VOCAB - 30] if mapped else None
+    wanted, made = on(CPU, state), on(device, state)
+    assert wanted.draft_probs_MKV is not None
+    assert made.draft_probs_MKV is not None
+    options = {"vocab_size": VOCAB - 30, "sampled": True} | ({} if block else {"first": first})
+    run = write_block if block else write_next
+    run(wanted, rows, logits, target_ids_W=ids, **options)
+    monkeypatch.setattr(write, "takes_argmax", lambda x: True)
+    run(made, rows.to(device), logits.to(device), target_ids_W=None if ids is None else ids.to(device), **options)
+    assert torch.equal(made.drafts_MK.cpu(), wanted.drafts_MK)
+    assert torch.equal(made.num_drafted_M.cpu(), wanted.num_drafted_M)
+    probs, theirs = made.draft_probs_MKV.cpu(), wanted.draft_probs_MKV
+    is_broken = theirs.isnan().any(-1)
+    assert torch.equal(probs.isnan().any(-1), is_broken)
+    torch.testing.assert_close(probs[~is_broken], theirs[~is_broken], rtol=1e-5, atol=1e-8)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftloop.kernels.write_draft import DraftRows, write_draft, write_likeliest
+from draftloop.kernels.argmax import best_index, takes_argmax
+from draftloop.kernels.write_draft import DraftRows, write_draft, write_draft_triton, write_likeliest
 from draftloop.kvcache.rows import NO_DRAFT, RowState
+from draftloop.sampling.draw_drafts import draw_drafts_triton
 from draftloop.sampling.noise import Stream, gumbel_argmax, in_block
 from draftloop.sampling.sampler import SamplingRows, greedy_tokens, probabilities
 
@@ -41,7 +43,10 @@ def write_next(
     """
     logits_RW = logits_RW[:, :vocab_size]
     draft_rows = DraftRows(state.drafts_MK, state.num_drafted_M, state.draft_limit_M, state.num_tokens_M)
-    if sampled:
+    if sampled and takes_argmax(logits_RW):
+        best_RC = draw_drafts_triton(state, rows_R, logits_RW, target_ids_W, counted=not first)
+        write_draft_triton(rows_R, best_RC, draft_rows, target_ids_W, first=first, longest=longest)
+    elif sampled:
         index_R = torch.zeros_like(rows_R) if first else state.num_drafted_M[rows_R]
         token_R = _sample(state, rows_R.long(), index_R.long()[:, None], logits_RW, target_ids_W)
         write_draft(rows_R, token_R, draft_rows, target_ids_W, first=first, longest=longest)
@@ -66,7 +71,12 @@ def write_block(
     rows_R, num_drafts = rows_R.long(), state.drafts_MK.shape[1]
     logits_NW = logits_NW[:, :vocab_size]
     index_RK = torch.arange(num_drafts, device=rows_R.device).expand(rows_R.shape[0], -1)
-    choice_N = _sample(state, rows_R, index_RK, logits_NW, target_ids_W) if sampled else greedy_tokens(logits_NW)
+    if sampled and takes_argmax(logits_NW):
+        choice_N = best_index(draw_drafts_triton(state, rows_R, logits_NW, target_ids_W, counted=False))
+    elif sampled:
+        choice_N = _sample(state, rows_R, index_RK, logits_NW, target_ids_W)
+    else:
+        choice_N = greedy_tokens(logits_NW)
     if target_ids_W is not None:
         choice_N = target_ids_W[choice_N]
     drafts_RK = choice_N.view(index_RK.shape)
