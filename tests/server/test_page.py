@@ -12,14 +12,18 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from hatchling.builders.wheel import WheelBuilder
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from servers import Server, events, running
 
 from draftloop.server.page import FILES
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+playwright = pytest.importorskip("playwright.sync_api")
+expect = playwright.expect
 
 ROOT = Path(__file__).parents[2]
 WEB, SERVED = ROOT / "web", ROOT / "src/draftloop/server/page"
@@ -82,6 +86,8 @@ def test_the_sources_are_well_typed_and_pass_their_own_tests():
 
 
 def test_the_wheel_has_the_page():
+    from hatchling.builders.wheel import WheelBuilder
+
     files = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
     assert {f"draftloop/server/page/{name}" for name, _ in FILES.values()} <= files
 
@@ -126,7 +132,7 @@ def test_the_page_asks_nobody_else_for_anything():
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         missing("there is no Chromium (Debian: apt install chromium)")
-    with sync_playwright() as driver:
+    with playwright.sync_playwright() as driver:
         options = ["--no-sandbox"] if os.getuid() == 0 else []
         with driver.chromium.launch(executable_path=CHROMIUM, args=options) as one:
             yield one
