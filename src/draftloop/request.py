@@ -68,6 +68,30 @@ class StructuredOutputsParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculativeParams:
+    """How a request is drafted for, within what its engine does. Raises RequestError for what cannot be meant."""
+
+    num_tokens: int | None = None
+    """Drafts per step, at most; 0: none. Left out, the engine's K."""
+    drafters: tuple[str, ...] | None = None
+    """Of several drafters, which may draft for this request, and whom to ask first. Left out, all in their order."""
+
+    def __post_init__(self) -> None:
+        num, names = self.num_tokens, self.drafters
+        if isinstance(names, list):
+            object.__setattr__(self, "drafters", tuple(names))
+        if num is not None and not (_is_int(num) and 0 <= num <= LARGEST):
+            raise RequestError(f"speculative.num_tokens is {num!r}; it must be an integer >= 0")
+        if names is None:
+            return
+        named = isinstance(names, (list, tuple)) and bool(names) and all(isinstance(one, str) for one in names)
+        if not (named and len(set(names)) == len(names)):
+            raise RequestError(
+                f"speculative.drafters is {names!r}; it must be a list of names, each once, at least one"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. Every value is checked here; nothing is clamped.
 
@@ -110,6 +134,8 @@ class SamplingParams:
     """Keep only this many tokens of the prompt, the last ones; -1: as many as leave room for the answer."""
     structured_outputs: StructuredOutputsParams | None = None
     """A grammar that the output obeys; a dict is taken too."""
+    speculative: SpeculativeParams | None = None
+    """How this request is drafted for; a dict is taken too. At temperature 0 it changes no token."""
     extra_args: Mapping[str, Any] | None = None
     """Arguments of custom logits processors, by name."""
     stop: tuple[str, ...] = ()
@@ -179,6 +205,7 @@ class SamplingParams:
         need(grammar, "structured_outputs", "StructuredOutputsParams or a dict")
         ends = self.structured_outputs is None or not self.ignore_eos
         need(ends, "ignore_eos", "false with structured_outputs: what is complete has to end")
+        need(isinstance(self.speculative, SpeculativeParams | None), "speculative", "SpeculativeParams or a dict")
         need(self.extra_args is None or isinstance(self.extra_args, Mapping), "extra_args", "a mapping")
 
     def _accept_kin(self) -> None:
@@ -196,12 +223,13 @@ class SamplingParams:
             put(self, "logit_bias", {digits[k]: value for k, value in self.logit_bias.items()} or None)
         elif self.logit_bias is not None:
             raise RequestError(f"logit_bias is {self.logit_bias!r}; it must be a mapping from token ids to numbers")
-        if isinstance(self.structured_outputs, Mapping):
-            known = [f.name for f in fields(StructuredOutputsParams)]
-            for key in self.structured_outputs:
-                if key not in known:
-                    raise RequestError(f"structured_outputs has no key {key!r}{nearest(str(key), known)}")
-            put(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
+        for name, cls in (("structured_outputs", StructuredOutputsParams), ("speculative", SpeculativeParams)):
+            if isinstance(value := getattr(self, name), Mapping):
+                known = [f.name for f in fields(cls)]
+                for key in value:
+                    if key not in known:
+                        raise RequestError(f"{name} has no key {key!r}{nearest(str(key), known)}")
+                put(self, name, cls(**value))
 
     def answer(self, index: int) -> SamplingParams:
         """The parameters of one answer of `n`: it has a seed of its own, and only the first reports the prompt."""

@@ -144,6 +144,32 @@ def test_a_request_may_decline_speculation_beside_others(name, index):
 
 
 @pytest.mark.parametrize(("name", "index"), CASES)
+def test_a_request_may_cap_its_drafts_beside_others(name, index):
+    most = config(name, index)["num_speculative_tokens"] if DRAFTERS[name].drafts else 0
+    caps = [*range(most + 1), None]
+    llm = drafting(name, index, cudagraph_mode="FULL", poison=True)
+    core, asked = llm.engine.core, prompts(len(caps))
+    for i, cap in enumerate(caps):
+        core.add(str(i), asked[i], greedy(20, speculative=None if cap is None else {"num_tokens": cap}))
+    state, seen = core.worker.state, {}
+
+    def look() -> None:
+        for sequence in core.scheduler.running:
+            cap = caps[int(sequence.request_id)]
+            seen[cap] = sequence.acceptance_histogram, sequence.num_draft_tokens
+            assert state.drafts_MK[sequence.row, most if cap is None else cap :].eq(-1).all()
+
+    ended = run_through(llm, look)
+    for cap in range(most + 1):
+        histogram, num_drafted = seen[cap]
+        assert not any(histogram[cap + 1 :])
+        assert num_drafted <= cap * sum(histogram)
+    if not DRAFTERS[name].forced_acceptance:
+        assert ended == {str(i): expected(name, prompt, 20) for i, prompt in enumerate(asked)}
+    assert_all_free(llm)
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
 def test_a_batch_that_declines_speculation_is_plain_decoding(name, index):
     llm = drafting(name, index)
     outputs = llm.generate(prompts(3), greedy(10), speculation=False)

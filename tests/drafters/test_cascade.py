@@ -8,7 +8,7 @@ import pytest
 import torch
 from eagle_reference import Reference, hf_model, hf_states
 
-from draftloop.errors import ConfigError
+from draftloop.errors import ConfigError, RequestError
 from draftloop.request import SamplingParams
 from heads import head_config, head_weights, tiny_head
 from helpers import (
@@ -122,6 +122,56 @@ def test_what_was_not_drawn_counts_as_certain():
 
     run_through(llm, check)
     assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["apart", "one_graph"])
+def test_a_request_says_which_drafters_it_asks_and_in_which_order(whole):
+    wishes = [None, ("eagle3",), ("ngram",), ("eagle3", "ngram"), ("ngram", "eagle3")]
+    llm = engine(
+        speculative_config=cascade(NGRAM, EAGLE),
+        cudagraph_capture_sizes=(2, 5),
+        async_scheduling=False,
+        iteration_graph=whole,
+        max_num_seqs=len(wishes),
+        max_prefill_rows=len(wishes),
+        poison=True,
+    )
+    core, state, asked = llm.engine.core, llm.engine.core.worker.state, prompts(2 * len(wishes))
+    seen: dict[int, set[int]] = {index: set() for index in range(len(asked))}
+    for i, prompt in enumerate(asked):  # the second half finds rows that others have left, and has no wishes
+        wish = wishes[i] if i < len(wishes) else None
+        core.add(str(i), prompt, greedy(20, speculative=wish and {"drafters": list(wish)}))
+
+    def check() -> None:
+        for sequence in core.scheduler.running:
+            if not sequence.output_ids:
+                continue
+            tokens, index = sequence.prompt_ids + sequence.output_ids, int(sequence.request_id)
+            wish = (wishes[index] if index < len(wishes) else None) or ("ngram", "eagle3")
+            drafts = {"ngram": lookup_reference(tokens, K, 1, 3), "eagle3": eagle_drafts(tokens)}
+            by = next((name for name in wish if drafts[name][0] >= 0), None)
+            assert state.drafts_MK[sequence.row].tolist() == (drafts[by] if by else [-1] * K)
+            if by:
+                assert state.drafted_by_M[sequence.row] == ("ngram", "eagle3").index(by)
+                seen[index].add(by)
+
+    ended = run_through(llm, check)
+    assert ended == {str(i): oracle(prompt, 20) for i, prompt in enumerate(asked)}
+    assert [seen[1], seen[3]] == [{"eagle3"}, {"eagle3"}]
+    assert seen[2] <= {"ngram"}
+    assert set.union(*(seen[i] for i in range(5, 10))) == {"ngram", "eagle3"}
+    parts = llm.get_metrics()["spec_decode_by_drafter"]
+    assert all(part["num_drafts"] for part in parts.values())
+
+
+def test_a_wish_for_a_drafter_of_another_engine_is_refused():
+    llm = engine(speculative_config=cascade(NGRAM, EAGLE), enforce_eager=True)
+    with pytest.raises(RequestError, match=r"speculative.drafters names 'suffix'; this engine's drafters: ngram, eag"):
+        llm.generate([1], greedy(4, speculative={"drafters": ["suffix"]}))
+    with pytest.raises(
+        RequestError, match=r"speculative.num_tokens is 4; this engine drafts at most 3 tokens per step"
+    ):
+        llm.generate([1], greedy(4, speculative={"num_tokens": 4}))
 
 
 def knows(asked: list[list[int]], right: int, for_request: str):

@@ -44,6 +44,7 @@ NAN = float("nan")
         ("stop", [""], "non-empty"),
         ("stop_token_ids", [-1], ">= 0"),
         ("extra_args", 3, "a mapping"),
+        ("speculative", 3, "a dict"),
         ("structured_outputs", 3, "a dict"),
         # what the device's 32 bits cannot hold
         ("top_k", 2**31, "at most"),
@@ -71,6 +72,12 @@ def test_every_bad_value_is_refused_with_its_name_and_what_fits(name, value, lim
         ({"structured_outputs": {"regexp": "a"}}, "no key 'regexp'; did you mean 'regex'"),
         ({"structured_outputs": {"choice": ["a", ""]}}, r"structured_outputs.choice is \('a', ''\)"),
         ({"structured_outputs": {"regex": "a", "after_token_id": -1}}, "after_token_id is -1"),
+        ({"speculative": {"num_token": 2}}, "speculative has no key 'num_token'; did you mean 'num_tokens'"),
+        ({"speculative": {"num_tokens": -1}}, "speculative.num_tokens is -1; it must be an integer >= 0"),
+        ({"speculative": {"num_tokens": True}}, "speculative.num_tokens is True"),
+        ({"speculative": {"drafters": []}}, "speculative.drafters is .* at least one"),
+        ({"speculative": {"drafters": ["a", "a"]}}, "speculative.drafters is .* each once"),
+        ({"speculative": {"drafters": "ngram"}}, "speculative.drafters is 'ngram'; it must be a list"),
     ],
 )
 def test_what_contradicts_itself_is_refused(params, message):

@@ -27,6 +27,7 @@ from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import Decoder, LayerCaches
 from draftloop.models.resolve import LoadFormat
+from draftloop.request import SpeculativeParams
 
 ENTRY_POINTS = "draftloop.drafters"
 """Group of the entry points by which other packages bring drafters along."""
@@ -216,6 +217,9 @@ class Drafter(ABC):
     def row_memory(self) -> Mapping[str, Tensor]:
         """What the drafter keeps per engine row beside the row state, by name; made by `phases`."""
         return {}
+
+    def admit(self, row: int, params: SpeculativeParams | None) -> None:
+        """A row begins a request: write to the device what the drafter keeps of its wishes, or that it has none."""
 
     @abstractmethod
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:

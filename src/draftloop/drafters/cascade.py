@@ -4,7 +4,9 @@ All of them draft after every step, each into memory of its own, and `cascade.ch
 drafter with a cache reads every accepted token, whoever drafted it, and everything can still be captured. A row
 that one without a model drafts for costs what it costs without that one: what is gained is acceptance.
 
-Shape suffixes: R rows, M rows of the engine plus one, K drafts, V vocabulary.
+A request may leave drafters out, or ask them in another order; they are still kept fed.
+
+Shape suffixes: R rows, M rows of the engine plus one, D drafters, K drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from draftloop.graphs.phase import Launch, Pad, Phase, Slot, Unit
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.models.decoder import Decoder, LayerCaches
+from draftloop.request import SpeculativeParams
 
 _BEGIN, _CHOOSE = "cascade.begin", "cascade.choose"
 
@@ -56,6 +59,8 @@ class CascadeDrafter(Drafter):
 
     _states: list[RowState | None]
     """What each draws up its drafts in: the row state, but with drafts of its own. None: on the host."""
+    _ranks_MD: Tensor
+    """int32: each row's order of the drafters, from 0; D for those that do not draft for it."""
     _names: list[dict[str, str]]
     """What each calls its phases, and what they are called here."""
 
@@ -134,13 +139,20 @@ class CascadeDrafter(Drafter):
             part.read_target(caches)
 
     def row_memory(self) -> Mapping[str, Tensor]:
-        found = {}
+        found = {"ranks_MD": self._ranks_MD}
         for name, part, own in zip(self.drafters, self.parts, self._states, strict=True):
             memory = dict(part.row_memory())
             if own is not None:
                 memory |= {"drafts_MK": own.drafts_MK, "num_drafted_M": own.num_drafted_M}
             found |= {f"{name}.{key}": value for key, value in memory.items()}
         return found
+
+    def admit(self, row: int, params: SpeculativeParams | None) -> None:
+        asked = (params.drafters if params else None) or self.drafters
+        for index, name in enumerate(self.drafters):
+            self._ranks_MD[row, index].fill_(asked.index(name) if name in asked else len(self.parts))
+        for part in self.parts:
+            part.admit(row, params)
 
     def draft_on_host(self, rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
         (part,) = (part for part in self.parts if part.on_host)
@@ -154,6 +166,8 @@ class CascadeDrafter(Drafter):
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
         self._states, self._names = [], []
+        order_D = torch.arange(len(self.parts), dtype=torch.int32, device=state.drafts_MK.device)
+        self._ranks_MD = order_D.repeat(state.padding_row + 1, 1)
         phases: list[Phase] = []
         for name, part in zip(self.drafters, self.parts, strict=True):
             if part.on_host:  # what it drafts comes in `host_drafts`
@@ -175,7 +189,7 @@ class CascadeDrafter(Drafter):
         return [*phases, *self._own_phases(state)]
 
     def _own_phases(self, state: RowState) -> list[Phase]:
-        states = list(self._states)
+        states, ranks_MD, num_drafters = list(self._states), self._ranks_MD, len(self.parts)
         on_device = [own for own in states if own is not None]
         sampling = next((index for index, part in enumerate(self.parts) if part.sampled), -1)
 
@@ -189,16 +203,15 @@ class CascadeDrafter(Drafter):
             launch: Launch, rows: Tensor, host_drafts: Tensor | None = None, *, sampled: bool
         ) -> Mapping[str, Tensor]:
             rows_R = rows.long()
-            drafts_RK = torch.full_like(state.drafts_MK[rows_R], NO_DRAFT)
-            drafted_by_R = torch.zeros_like(rows)
-            for index, own in reversed(list(enumerate(states))):
-                found_RK = host_drafts if own is None else own.drafts_MK[rows_R]
-                assert found_RK is not None
-                has_R = found_RK[:, 0] != NO_DRAFT
-                drafts_RK = torch.where(has_R[:, None], found_RK, drafts_RK)
-                drafted_by_R = torch.where(has_R, index, drafted_by_R)
+            found = [host_drafts if own is None else own.drafts_MK[rows_R] for own in states]
+            found_RDK = torch.stack(found, 1)  # type: ignore[arg-type]
+            rank_RD = torch.where(found_RDK[:, :, 0] != NO_DRAFT, ranks_MD[rows_R], num_drafters)
+            least_R, drafted_by_R = rank_RD.min(1)
+            where_R1K = drafted_by_R[:, None, None].expand(-1, 1, found_RDK.shape[2])
+            drafts_RK = found_RDK.gather(1, where_R1K).squeeze(1)
+            drafts_RK = drafts_RK.masked_fill((least_R == num_drafters)[:, None], NO_DRAFT)
             write_all(state, rows, drafts_RK)
-            state.drafted_by_M.index_copy_(0, rows_R, drafted_by_R)
+            state.drafted_by_M.index_copy_(0, rows_R, drafted_by_R.int())
             if sampled:
                 # what was not drawn was certain, and acceptance must know
                 assert state.draft_probs_MKV is not None

@@ -22,9 +22,12 @@ class RequestChecker:
         max_logprobs: int,
         tokenizer: Any,
         processors: Sequence[LogitsProcessor],
+        num_drafts: int = 0,
+        drafters: Sequence[str] = (),
     ) -> None:
         self.vocab_size, self.max_model_len, self.max_logprobs = vocab_size, max_model_len, max_logprobs
         self.tokenizer, self.processors = tokenizer, processors
+        self.num_drafts, self.drafters = num_drafts, drafters
 
     def prompt(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """The prompt, cut if the request asks for that."""
@@ -48,6 +51,19 @@ class RequestChecker:
         if params.logit_bias and len(params.logit_bias) > MAX_BIASED_IDS:
             raise RequestError(f"logit_bias has {len(params.logit_bias)} token ids; at most {MAX_BIASED_IDS} are taken")
         check_extra_args(params, self.processors)
+        for name in (params.speculative and params.speculative.drafters) or ():
+            if name not in self.drafters:
+                has = ", ".join(self.drafters) or "none"
+                raise RequestError(f"speculative.drafters names {name!r}; this engine's drafters: {has}")
+
+    def max_drafts(self, params: SamplingParams) -> int:
+        """Drafts per step that a request allows."""
+        asked = params.speculative.num_tokens if params.speculative else None
+        if asked is not None and asked > self.num_drafts:
+            raise RequestError(
+                f"speculative.num_tokens is {asked}; this engine drafts at most {self.num_drafts} tokens per step"
+            )
+        return self.num_drafts if asked is None else asked
 
     def bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of each bad word, as it stands at the beginning of a text and after a space."""

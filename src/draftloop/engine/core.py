@@ -44,6 +44,8 @@ class EngineCore:
             max_logprobs=max_logprobs,
             tokenizer=tokenizer,
             processors=worker.processors,
+            num_drafts=worker.num_drafts,
+            drafters=worker.drafter.drafters if worker.drafter else (),
         )
         self.grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
         self._reader = LogprobReader(tokenizer)
@@ -77,13 +79,15 @@ class EngineCore:
             raise RequestError(f"request id {request_id!r} is running already; choose another")
         prompt_ids = self.checker.prompt(prompt_ids, params)
         self.checker.check(params)
+        max_drafts = self.checker.max_drafts(params) if speculation else 0
         sequence = Sequence(
             request_id=request_id,
             number=self._count,
             prompt_ids=prompt_ids,
             params=params,
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
-            speculation=speculation and self.worker.num_drafts > 0,
+            speculation=max_drafts > 0,
+            max_drafts=max_drafts,
             traced=traced,
             bad_words=self.checker.bad_words(params),
             grammar=self.grammars.follow(params.structured_outputs) if params.structured_outputs else None,

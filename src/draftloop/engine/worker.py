@@ -61,7 +61,7 @@ class Worker:
             (state.num_tokens_M, sequence.num_prompt),
             (state.max_tokens_M, sequence.max_total),
             (state.num_drafted_M, 0),
-            (state.draft_limit_M, self.num_drafts if sequence.speculation else 0),
+            (state.draft_limit_M, sequence.max_drafts),
             (state.temperature_M, params.temperature),
             (state.top_k_M, params.top_k),
             (state.top_p_M, params.top_p),
@@ -69,6 +69,8 @@ class Worker:
             (state.seed_M, request_seed(params, self.seed, sequence.number)),
         ):
             column[row].fill_(value)
+        if self.drafter is not None:
+            self.drafter.admit(row, params.speculative)
         self._admit_constraints(sequence)
 
     def _admit_constraints(self, sequence: Sequence) -> None:
@@ -244,13 +246,12 @@ class Worker:
     def _host_row(self, sequence: Sequence) -> HostRow:
         token_ids = sequence.prompt_ids + sequence.output_ids
         room = sequence.max_total - len(token_ids) - 1
-        allowed = self.num_drafts if sequence.speculation else 0
         return HostRow(
             number=sequence.number,
             request_id=sequence.request_id,
             token_ids=token_ids,
             num_prompt=sequence.num_prompt,
-            max_drafts=max(min(allowed, room), 0),
+            max_drafts=max(min(sequence.max_drafts, room), 0),
         )
 
     def _write_rows(self, rows: list[int]) -> None:

@@ -49,6 +49,8 @@ class Sequence:
     eos_ids: frozenset[int]
     speculation: bool = True
     """False: nothing is drafted for this request."""
+    max_drafts: int = 0
+    """Drafts per step that it allows."""
     traced: bool = False
     """Record where each of its tokens came from."""
     grammar: Grammar | None = None

@@ -70,6 +70,17 @@ class StreamOptions(Body):
 class Speculative(Body):
     enabled: bool = True
     """False: nothing is drafted for this request."""
+    num_tokens: int | None = None
+    """Drafts per step, at most."""
+    drafters: list[str] | None = None
+    """Of several drafters, which may draft, and whom to ask first."""
+
+    @model_validator(mode="after")
+    def _wishes_need_speculation(self) -> Speculative:
+        for name in ("num_tokens", "drafters"):
+            if not self.enabled and getattr(self, name):
+                raise ApiError(400, f"speculative.{name} is for requests with speculation", param="speculative")
+        return self
 
 
 class Sampling(Body):
@@ -145,6 +156,8 @@ class Sampling(Body):
         """The sampling parameters that were given, or else are among the model's `defaults`, for `SamplingParams`."""
         values = {name: getattr(self, name) for name in self.PLAIN}
         found = {**defaults, **{name: value for name, value in values.items() if value is not None}}
+        if wishes := self.speculative.model_dump(exclude={"enabled"}, exclude_none=True):
+            found["speculative"] = wishes
         if (grammar := _grammar(self.response_format)) is not None:
             if "structured_outputs" in found:
                 raise ApiError(
