@@ -28,8 +28,11 @@ class EngineConfig:
     """Branch, tag or commit of the model on the hub."""
     download_dir: str | None = None
     """Folder for downloaded models instead of the default caches."""
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """How weights are loaded; dummy makes random ones, for benchmarks."""
+    load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto"
+    """How weights are loaded; pt: from pickles too, as tensors and nothing else; dummy: random ones, for benchmarks."""
+    quantization: Literal["fp8", "int4", "gptq", "awq", "compressed-tensors"] | None = None
+    """Quantise plain weights while they load: fp8, or int4 (lossy: groups of 128, rounded to nearest). Checkpoints that
+    are quantised need nothing; the other names only check that they are."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations; auto: float32 on a CPU, the model's own on a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -65,8 +65,10 @@ class SpeculativeConfig:
     """Branch, tag or commit of the drafter's model on the hub."""
     attention_backend: str | None = None
     """Attention of the drafter's model; left out, the best one for the device, whatever the target's is."""
-    load_format: Literal["auto", "safetensors", "dummy"] | None = None
-    """How the drafter's weights are loaded; dummy makes random ones."""
+    load_format: Literal["auto", "safetensors", "pt", "dummy"] | None = None
+    """How the drafter's weights are loaded, as for the target; dummy makes random ones."""
+    quantization: Literal["fp8", "int4", "gptq", "awq", "compressed-tensors"] | None = None
+    """draft_model: as for the target, whose own quantisation the drafter never inherits."""
     aux_layer_offset: int | None = None
     """eagle3, dflash, dspark: added to the layer ids in the drafter's config, instead of what its layout implies;
     try 0 and 1."""

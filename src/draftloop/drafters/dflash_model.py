@@ -24,6 +24,7 @@ from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.models.layers import Attention, DecoderLayer, parameter
 from draftloop.models.rope import cos_sin_table
+from draftloop.models.weights import plain
 
 
 class DFlashModel(torch.nn.Module):
@@ -162,7 +163,7 @@ class DFlashModel(torch.nn.Module):
         if self.heads:
             found |= self.heads.destinations()
         for index, layer in enumerate(self.decoder_layers):
-            parts = layer.destinations(f"layers.{index}")
+            parts = plain(layer.destinations(f"layers.{index}"))
             if config.fused_qkv:
                 parts = {
                     name: part
@@ -171,7 +172,7 @@ class DFlashModel(torch.nn.Module):
                 }
                 attention = layer.attention
                 for kind, fused in (("weight", attention.qkv_weight), ("bias", attention.qkv_bias)):
-                    if fused is not None:
+                    if isinstance(fused, Tensor):
                         parts[f"layers.{index}.self_attn.qkv_proj.{kind}"] = fused
             found |= parts
         return found
@@ -180,4 +181,5 @@ class DFlashModel(torch.nn.Module):
 def _keys_values(attention: Attention) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the fused projection's part that gives keys and values."""
     start, bias = attention.query_size, attention.qkv_bias
+    assert isinstance(attention.qkv_weight, Tensor)
     return attention.qkv_weight[start:], None if bias is None else bias[start:]

@@ -40,7 +40,9 @@ class DraftModelDrafter(Drafter):
     """Any model with the target's tokenizer, the target itself included."""
 
     name = "draft_model"
-    options = frozenset({"model", "revision", "draft_sample_method", "attention_backend", "load_format"})
+    options = frozenset(
+        {"model", "revision", "draft_sample_method", "attention_backend", "load_format", "quantization"}
+    )
     samples = True
     in_parallel = "pard"
 
@@ -54,7 +56,7 @@ class DraftModelDrafter(Drafter):
         self.source = resolve_model(spec.model, revision=spec.revision, load_format=self.load_format)
         self.folder = self.source.folder
         self._check_kind()
-        self.config = load_config(self.source)
+        self.config = load_config(self.source, quantization=spec.quantization)
         self._check_vocabulary()
         if self.config.max_position_embeddings < target.max_model_len:
             raise ConfigError(

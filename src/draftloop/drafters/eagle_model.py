@@ -19,6 +19,7 @@ from draftloop.kernels.norm_concat import norm_concat
 from draftloop.kernels.rms_norm import Store, add_rms_norm, rms_norm
 from draftloop.models.layers import Attention, GatedMLP, parameter
 from draftloop.models.rope import cos_sin_table
+from draftloop.models.weights import plain
 
 Inputs = tuple[Tensor, Tensor]
 """What a layer's attention reads, [T, C] or [T, 2C], and the residual stream, [T, C]."""
@@ -39,7 +40,7 @@ class EagleLayer(torch.nn.Module):
         self.hidden_norm, self.input_norm = norm(wide), norm(config.input_norms[layer])
         self.post_norm = parameter(width, device=device, dtype=dtype)
         self.attention = Attention(model, layer, device=device, dtype=dtype, input_size=2 * width if wide else width)
-        self.mlp = GatedMLP(model, device=device, dtype=dtype)
+        self.mlp = GatedMLP(model, layer, device=device, dtype=dtype)
 
     @property
     def is_wide(self) -> bool:
@@ -98,8 +99,8 @@ class EagleLayer(torch.nn.Module):
         }
         return {
             **{f"{prefix}.{name}.weight": weight for name, weight in norms.items() if weight is not None},
-            **self.attention.destinations(f"{prefix}.self_attn"),
-            **self.mlp.destinations(f"{prefix}.mlp"),
+            **plain(self.attention.destinations(f"{prefix}.self_attn")),
+            **plain(self.mlp.destinations(f"{prefix}.mlp")),
         }
 
 

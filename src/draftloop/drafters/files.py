@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from draftloop.errors import ConfigError
-from draftloop.models.resolve import check_folder, resolve_model, weight_files
+from draftloop.models.quantisation import read_quantisation
+from draftloop.models.resolve import check_folder, read_json, resolve_model, weight_files
 from draftloop.models.tensors import Read, Shape, open_tensors
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -39,7 +40,8 @@ def open_weights(folder: Path) -> Generator[tuple[Mapping[str, Shape], Read]]:
             raise ConfigError(f"cannot read {pickle} as plain tensors: {error}") from error
         yield {name: tuple(weight.shape) for name, weight in weights.items()}, weights.__getitem__
         return
-    with open_tensors(weight_files(folder)) as tensors:
+    settings = read_json(folder / "config.json").get("quantization_config")
+    with open_tensors(weight_files(folder), read_quantisation(settings)) as tensors:
         yield tensors.shapes, tensors.read
 
 

@@ -17,7 +17,7 @@ from draftloop.drafters.files import Shape
 from draftloop.drafters.shapes import check_shapes, decoder_config, projection_shapes
 from draftloop.errors import ConfigError
 from draftloop.models.config import ModelConfig
-from draftloop.models.loader import mtp_tensors
+from draftloop.models.tensors import mtp_tensors
 
 LAYER = "layers.0."
 
@@ -145,7 +145,7 @@ def parse(
                 "with grouped-query attention: use another method"
             )
     shapes = {plain: tuple(tensors[full]) for plain, full in names.items()}
-    model = decoder_config({**config, "head_dim": target.head_dim}, shapes, 1)
+    model = decoder_config({**config, "head_dim": target.head_dim, "quantization_config": None}, shapes, 1)
     module = MtpConfig(
         style=style,
         model=replace(model, vocab_size=target.vocab_size),
@@ -200,5 +200,7 @@ def of_target(target: ModelConfig) -> MtpConfig:
             f"speculative method 'mtp' makes a random module for a target whose layers are all alike, but "
             f"{target.architecture} has layers of {len(target.cache_groups)} shapes; use another method"
         )
-    layer = replace(target, num_layers=1, layer_types=(), sliding_window=None, tie_word_embeddings=False)
+    layer = replace(
+        target, num_layers=1, layer_types=(), sliding_window=None, tie_word_embeddings=False, quantisation=None
+    )
     return MtpConfig(style=next(style for style in STYLES if style.name == "DeepSeek"), model=layer)

@@ -18,6 +18,7 @@ from draftloop.kernels.norm_concat import norm_concat
 from draftloop.kernels.rms_norm import Store, add_rms_norm, rms_norm
 from draftloop.models.layers import DecoderLayer, parameter
 from draftloop.models.rope import cos_sin_table
+from draftloop.models.weights import plain
 
 
 class MtpModule(torch.nn.Module):
@@ -121,7 +122,7 @@ class MtpModule(torch.nn.Module):
             "embed_norm.weight": self.embed_norm,
             "hidden_norm.weight": self.hidden_norm,
             "norm.weight": self.final_norm,
-            **self.layer.destinations(LAYER.removesuffix(".")),
+            **plain(self.layer.destinations(LAYER.removesuffix("."))),
         }
         if self.config.own_embeddings:
             found["embed_tokens.weight"] = self.embed_tokens

@@ -33,6 +33,12 @@ def decoder_config(base: Mapping[str, Any], shapes: Mapping[str, Shape], num_lay
         }
     )
 
+    if model.quantisation is not None:
+        raise ConfigError(
+            f"the drafter is quantised ({model.quantisation.method!r}); a head must have plain weights, or int8 "
+            "ones with a scale per row"
+        )
+
     def some(*names: str) -> bool:
         return any(FIRST + name in shapes for name in names)
 

@@ -88,7 +88,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     source = resolve_model(
         config.model, revision=config.revision, download_dir=config.download_dir, load_format=config.load_format
     )
-    model_config = load_config(source)
+    model_config = load_config(source, quantization=config.quantization)
     spec = config.speculation
     drafter_type = drafter_class(spec) if spec else None
     resolved = resolve(
@@ -119,7 +119,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             Target(
                 name=config.model,
                 folder=source.folder,
-                config=model_config,
+                config=replace(model_config, quantisation=None),  # never inherited
                 vocab_size=model_config.vocab_size,
                 max_model_len=resolved.max_model_len,
                 max_positions=max_positions,
@@ -145,6 +145,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         load_format=config.load_format,
         seed=config.seed,
         show_progress=None if show else False,
+        report=lambda loaded: logger.info("weights: %s", loaded),
     )
     if drafter:
         drafter.borrow(model)

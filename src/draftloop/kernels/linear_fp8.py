@@ -18,6 +18,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.linear import Tiles
 from draftloop.kernels.quantised import Measured, QuantisedWeight, stored, token_block
 from draftloop.kernels.triton_import import jit, pdl_options, tl
@@ -169,6 +170,7 @@ class Fp8Weight(QuantisedWeight):
     def _multiplies_in_8_bits(self, x_TK: Tensor) -> bool:
         return (
             self.activations != "none"
+            and not is_wanted()
             and self.block is None
             and x_TK.is_cuda
             and x_TK.dtype is torch.bfloat16

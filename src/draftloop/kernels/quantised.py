@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.linear import DTYPES, MAX_TOKENS, Tiles, linear, sm_count
 from draftloop.kernels.triton_import import next_power_of_2
 
@@ -116,7 +117,8 @@ class QuantisedWeight(torch.nn.Module, ABC):
     def _is_skinny(self, x_TK: Tensor) -> bool:
         return (
             x_TK.dim() == 2
-            and 0 < x_TK.shape[0] <= MAX_TOKENS
+            and x_TK.shape[0] > 0
+            and (x_TK.shape[0] <= MAX_TOKENS or is_wanted())  # the kernel's sums never depend on other tokens
             and x_TK.dtype in DTYPES
             and x_TK.is_contiguous()
             and self.takes(x_TK)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from draftloop.errors import ConfigError, nearest
+from draftloop.models.quantisation import Quantisation, read_quantisation
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional"]
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -105,7 +106,9 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
-    """Type of the checkpoint's weights, a name from `DTYPES`."""
+    """Type of the checkpoint's weights, or of what multiplies them where they are quantised; a name from `DTYPES`."""
+    quantisation: Quantisation | None = None
+    """Of linear layers; None: all weights are plain."""
 
     def __post_init__(self) -> None:
         if self.architecture not in SUPPORTED:
@@ -226,18 +229,14 @@ class ModelConfig:
             bos_token_id=hf.get("bos_token_id"),
             eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
             dtype=checkpoint_dtype(hf),
+            quantisation=read_quantisation(hf.get("quantization_config")),
         )
 
 
 def refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an activation, quantisation or rotation that no decoder here has."""
+    """Raises ConfigError for an activation or rotation that no decoder here has."""
     if (activation := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"hidden_act is {activation!r} in the model's config; supported: 'silu'")
-    if (quantization := hf.get("quantization_config")) and not _is_8_bit_storage(quantization):
-        raise ConfigError(
-            f"the checkpoint is quantised ({quantization.get('quant_method')!r}); "
-            f"supported are plain weights ({', '.join(DTYPES)}), and int8 weights with a scale per row"
-        )
     if (partial := hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ConfigError(f"partial_rotary_factor is {partial} in the model's config; supported: 1.0")
 
@@ -245,20 +244,6 @@ def refuse_unsupported(hf: Mapping[str, Any]) -> None:
 def checkpoint_dtype(hf: Mapping[str, Any]) -> str:
     """Type of the weights, in either spelling."""
     return str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-
-
-def _is_8_bit_storage(quantization: Mapping[str, Any]) -> bool:
-    """Weights alone in the one form that models/tensors.py reads as floats."""
-    groups = (quantization.get("config_groups") or {}).values()
-    wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    return (
-        bool(groups)
-        and quantization.get("format") == "int-quantized"
-        and all(
-            not group.get("input_activations") and wanted.items() <= (group.get("weights") or {}).items()
-            for group in groups
-        )
-    )
 
 
 def _sliding(architecture: str, hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[LayerType, ...]]:

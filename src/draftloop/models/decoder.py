@@ -16,6 +16,7 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch, Attention
 from draftloop.graphs.phase import Cost
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
+from draftloop.models.weights import Destination, named_weights
 
 FINAL_HIDDEN = -1
 """Among `aux_layers`: the states after the final norm, which the output head reads."""
@@ -90,10 +91,11 @@ class Decoder(torch.nn.Module, ABC):
 
     def cost(self) -> Cost:
         """What one pass with logits must read and compute; of tables that are embeddings alone only a few rows are."""
-        weight = self.embed_tokens
-        num_weights = sum(p.numel() for p in self.parameters()) - self.num_looked_up
+        weights = [weight for _, weight in named_weights(self)]
+        num_weights = sum(weight.numel() for weight in weights) - self.num_looked_up
+        looked_up_bytes = self.num_looked_up * self.embed_tokens.dtype.itemsize
         return Cost(
-            weight_bytes=num_weights * weight.dtype.itemsize,
+            weight_bytes=sum(weight.nbytes for weight in weights) - looked_up_bytes,
             cache_bytes=self.config.kv_elements_per_token * self.backend.shape.kv_dtype.itemsize,
             flops=2 * num_weights,
         )
@@ -104,7 +106,7 @@ class Decoder(torch.nn.Module, ABC):
         return 0 if self.config.tie_word_embeddings else self.embed_tokens.numel()
 
     @abstractmethod
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Destination]:
         """Hugging Face tensor name -> the weight, or part of a fused one, that it fills."""
 
     def needless(self, names: Iterable[str]) -> set[str]:

@@ -20,6 +20,7 @@ from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attention_shapes, cache_specs
 from draftloop.models.layers import DecoderLayer, parameter
 from draftloop.models.rope import cos_sin_table
+from draftloop.models.weights import Destination
 
 
 def attention_shape(
@@ -103,8 +104,11 @@ class DenseDecoder(Decoder):
     def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
         return linear(hidden_TC, self.lm_head, out_TN=out_TV)
 
-    def destinations(self) -> dict[str, Tensor]:
-        found = {"model.embed_tokens.weight": self.embed_tokens.data, "model.norm.weight": self.final_norm.data}
+    def destinations(self) -> dict[str, Destination]:
+        found: dict[str, Destination] = {
+            "model.embed_tokens.weight": self.embed_tokens.data,
+            "model.norm.weight": self.final_norm.data,
+        }
         if not self.config.tie_word_embeddings:
             found["lm_head.weight"] = self.lm_head.data
         for index, layer in enumerate(self.decoder_layers):

@@ -27,6 +27,7 @@ from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attenti
 from draftloop.models.gemma4_config import Gemma4Config
 from draftloop.models.layers import parameter
 from draftloop.models.rope import cos_sin_table, rotate
+from draftloop.models.weights import Destination
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,9 +288,9 @@ class Gemma4Decoder(Decoder):
         own = 0 if self.own_embed_tokens is None else self.own_embed_tokens.numel()
         return super().num_looked_up + own
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Destination]:
         prefix = self.gemma.tensor_prefix
-        found: dict[str, Tensor] = {
+        found: dict[str, Destination] = {
             f"{prefix}embed_tokens.weight": self.embed_tokens.data,
             f"{prefix}norm.weight": self.final_norm.data,
         }

@@ -19,6 +19,7 @@ from draftloop.models.config import (
     checkpoint_dtype,
     refuse_unsupported,
 )
+from draftloop.models.quantisation import read_quantisation
 
 KINDS: tuple[LayerType, LayerType] = ("sliding_attention", "full_attention")
 """In the order of their caches."""
@@ -149,6 +150,7 @@ class Gemma4Config(ModelConfig):
             tensor_prefix="model." if text is hf else "model.language_model.",
             eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
             dtype=checkpoint_dtype({**text, **{k: v for k, v in hf.items() if v is not None}}),
+            quantisation=read_quantisation(hf.get("quantization_config")),
         )
 
     @classmethod

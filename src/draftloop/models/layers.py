@@ -15,11 +15,7 @@ from draftloop.kernels.linear import linear, residual_linear
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.models.config import ModelConfig
-
-
-def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.nn.Parameter:
-    """Uninitialised weights: the loader fills every element, or fails."""
-    return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+from draftloop.models.weights import Destination, Memory, linear_weight, parameter, split_rows
 
 
 class Attention(torch.nn.Module):
@@ -45,10 +41,15 @@ class Attention(torch.nn.Module):
         self.query_size, self.kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.eps = config.rms_norm_eps
         self.window = config.window(layer)
-        heads = self.query_size + 2 * self.kv_size
-        self.qkv_weight = make(heads, input_size or hidden)
-        self.qkv_bias = make(heads) if config.qkv_bias else None
-        self.o_weight = make(hidden, self.query_size)
+        self.qkv_sizes = (self.query_size, self.kv_size, self.kv_size)
+
+        def weight(parts: dict[str, int], size: int) -> Memory:
+            names = {f"model.layers.{layer}.self_attn.{name}_proj": rows for name, rows in parts.items()}
+            return linear_weight(names, size, config.quantisation, device=device, dtype=dtype)
+
+        self.qkv_weight = weight(dict(zip("qkv", self.qkv_sizes, strict=True)), input_size or hidden)
+        self.qkv_bias = make(sum(self.qkv_sizes)) if config.qkv_bias else None
+        self.o_weight = weight({"o": hidden}, self.query_size)
         self.o_bias = make(hidden) if config.o_bias else None
         self.q_norm = make(head_dim) if config.qk_norm else None
         self.k_norm = make(head_dim) if config.qk_norm else None
@@ -76,17 +77,17 @@ class Attention(torch.nn.Module):
         batch.attend(lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window))
         return residual_linear(out_THD.view(-1, self.query_size), self.o_weight, self.o_bias)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
+    def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the part of a fused weight that it fills."""
-        found: dict[str, Tensor] = {f"{prefix}.o_proj.weight": self.o_weight}
+        (o_weight,) = split_rows(self.o_weight, (self.o_weight.shape[0],))
+        found: dict[str, Destination] = {f"{prefix}.o_proj.weight": o_weight}
         if self.o_bias is not None:
             found[f"{prefix}.o_proj.bias"] = self.o_bias
         if self.q_norm is not None and self.k_norm is not None:
             found |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
-        sizes = (self.query_size, self.kv_size, self.kv_size)
         for kind, fused in (("weight", self.qkv_weight), ("bias", self.qkv_bias)):
             if fused is not None:
-                parts = fused.data.split(sizes)
+                parts = split_rows(fused, self.qkv_sizes)
                 found |= {f"{prefix}.{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)}
         return found
 
@@ -94,16 +95,21 @@ class Attention(torch.nn.Module):
 class GatedMLP(torch.nn.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
 
         def make(*shape: int) -> torch.nn.Parameter:
             return parameter(*shape, device=device, dtype=dtype)
 
+        def weight(parts: dict[str, int], size: int) -> Memory:
+            names = {f"model.layers.{layer}.mlp.{name}_proj": rows for name, rows in parts.items()}
+            return linear_weight(names, size, config.quantisation, device=device, dtype=dtype)
+
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_weight = make(2 * inner, hidden)
+        self.inner_size = inner
+        self.gate_up_weight = weight({"gate": inner, "up": inner}, hidden)
         self.gate_up_bias = make(2 * inner) if config.mlp_bias else None
-        self.down_weight = make(hidden, inner)
+        self.down_weight = weight({"down": hidden}, inner)
         self.down_bias = make(hidden) if config.mlp_bias else None
 
     def forward(self, x_TC: Tensor) -> Tensor:
@@ -111,14 +117,15 @@ class GatedMLP(torch.nn.Module):
         inner_TI = gated_linear(x_TC, self.gate_up_weight, self.gate_up_bias)
         return residual_linear(inner_TI, self.down_weight, self.down_bias)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
+    def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the part of a fused weight that it fills."""
-        found: dict[str, Tensor] = {f"{prefix}.down_proj.weight": self.down_weight}
+        (down_weight,) = split_rows(self.down_weight, (self.down_weight.shape[0],))
+        found: dict[str, Destination] = {f"{prefix}.down_proj.weight": down_weight}
         if self.down_bias is not None:
             found[f"{prefix}.down_proj.bias"] = self.down_bias
         for kind, fused in (("weight", self.gate_up_weight), ("bias", self.gate_up_bias)):
             if fused is not None:
-                gate, up = fused.data.chunk(2)
+                gate, up = split_rows(fused, (self.inner_size, self.inner_size))
                 found |= {f"{prefix}.gate_proj.{kind}": gate, f"{prefix}.up_proj.{kind}": up}
         return found
 
@@ -132,7 +139,7 @@ class DecoderLayer(torch.nn.Module):
         self.input_norm = parameter(config.hidden_size, device=device, dtype=dtype)
         self.post_norm = parameter(config.hidden_size, device=device, dtype=dtype)
         self.attention = Attention(config, layer, device=device, dtype=dtype)
-        self.mlp = GatedMLP(config, device=device, dtype=dtype)
+        self.mlp = GatedMLP(config, layer, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -155,7 +162,7 @@ class DecoderLayer(torch.nn.Module):
         x_TC, residual_TC = add_rms_norm(attended, residual_TC, self.post_norm, self.eps)
         return self.mlp(x_TC), residual_TC
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
+    def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the weight, or part of one, that it fills."""
         return {
             f"{prefix}.input_layernorm.weight": self.input_norm,

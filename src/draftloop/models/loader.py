@@ -1,20 +1,20 @@
 """From a model's files to a decoder with weights, its tokenizer and its end-of-sequence ids.
 
-Weights may be stored in 8 bits with a scale per row, as those of shipped drafters are (see models/tensors.py);
-they are floats of the model's dtype once loaded.
+Weights may be quantised (see models/quantisation.py). Those stored in 8 bits with a scale per row, as shipped drafters
+have them (see models/tensors.py), are floats of the model's dtype once loaded.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftloop.errors import ConfigError
 from draftloop.models.config import GEMMA4_ARCHITECTURES, PRESETS, ModelConfig
 from draftloop.models.gemma4_config import Gemma4Config
-from draftloop.models.progress import progress_bar
+from draftloop.models.quantisation import chosen
 from draftloop.models.resolve import (
     ALIASES,
     LOAD_FORMATS,
@@ -28,12 +28,11 @@ from draftloop.models.resolve import (
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from draftloop.attention.base import AttentionBackend
     from draftloop.models.decoder import Decoder
-    from draftloop.models.tensors import Tensors
+    from draftloop.models.fill import Loaded
 
 __all__ = [
     "ALIASES",
@@ -51,12 +50,17 @@ __all__ = [
 DUMMY_STD = 0.02
 """Standard deviation of random weights; that of an untrained Llama."""
 
-MAX_NAMED = 5
-"""Tensors named in one message."""
+
+def load_config(source: ModelSource, *, quantization: str | None = None) -> ModelConfig:
+    """The model's shape; `quantization` is what the user asked for, see `quantisation.chosen`.
+
+    Raises ConfigError for a missing or unsupported config.json.
+    """
+    config = _own_config(source)
+    return replace(config, quantisation=chosen(config.quantisation, quantization))
 
 
-def load_config(source: ModelSource) -> ModelConfig:
-    """The model's shape. Raises ConfigError for a missing or unsupported config.json."""
+def _own_config(source: ModelSource) -> ModelConfig:
     if source.preset is not None:
         return PRESETS[source.preset]
     folder = _folder(source)
@@ -117,20 +121,35 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     show_progress: bool | None = None,
+    report: Callable[[Loaded], None] | None = None,
 ) -> Decoder:
     """A decoder with weights: the folder's, or with load_format "dummy" random ones made by `seed`.
 
-    `max_positions` defaults to the model's own length. `show_progress` None shows a bar on
-    terminals only. Raises ConfigError for missing, unexpected or misshapen tensors, before any is read.
+    Linear layers are quantised as `config` says, on a GPU; a CPU gets the plain weights that they stand for.
+    `max_positions` defaults to the model's own length. `show_progress` None shows a bar on terminals only; `report`
+    is told how fast files were read. Raises ConfigError for missing, unexpected or misshapen tensors, before any is
+    read.
     """
-    files = [] if load_format == "dummy" else weight_files(_folder(source))
+    from draftloop.models.fill import fill_from_files
+    from draftloop.models.weights import dequantise
+
+    files = [] if load_format == "dummy" else weight_files(_folder(source), pickled=load_format == "pt")
     max_positions = max_positions or config.max_position_embeddings
     model = _decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions)
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
-        fill_from_files(model, files, show_progress=show_progress)
+        loaded = fill_from_files(model, files, quantisation=config.quantisation, show_progress=show_progress)
+        if report is not None:
+            report(loaded)
+    if not keeps_quantised(device):
+        dequantise(model, dtype)
     return model
+
+
+def keeps_quantised(device: torch.device) -> bool:
+    """Whether kernels read quantised weights there."""
+    return device.type == "cuda"
 
 
 def _decoder(
@@ -150,67 +169,19 @@ def fill_dummy(model: Decoder, *, seed: int) -> None:
     """Random weights, made on the model's device: same seed, same device type, same weights."""
     import torch
 
-    generator = torch.Generator(device=model.embed_tokens.device).manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if name.endswith(("norm", "scalar")):
+    from draftloop.kernels.quantised import QuantisedWeight
+    from draftloop.models.weights import named_weights
+
+    device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, weight in named_weights(model):
+        if isinstance(weight, QuantisedWeight):
+            plain = torch.empty(weight.shape, device=device, dtype=dtype).normal_(0, DUMMY_STD, generator=generator)
+            weight.fill(0, weight.quantise(plain))
+        elif name.endswith(("norm", "scalar")):
             weight.data.fill_(1)
         else:
             weight.data.normal_(0, DUMMY_STD, generator=generator)
-
-
-def fill_from_files(model: Decoder, files: list[Path], *, show_progress: bool | None = None) -> None:
-    """Stream tensors from safetensors files into the fused weights, one at a time. Raises ConfigError."""
-    from draftloop.models.tensors import open_tensors
-
-    destinations = model.destinations()
-    with open_tensors(files) as tensors:
-        skipped = model.needless(tensors.shapes) | mtp_tensors(tensors.shapes, model.config.num_layers)
-        check_tensors(tensors, destinations, skipped, files[0].parent)
-        for file in progress_bar(files, "Loading safetensors checkpoint shards", "file", show=show_progress):
-            for name, owner in tensors.files.items():
-                if owner == file and name in destinations:
-                    destinations[name].copy_(tensors.read(name))
-
-
-def mtp_tensors(names: Iterable[str], num_layers: int) -> set[str]:
-    """Those of multi-token-prediction heads, which checkpoints keep beside the model's `num_layers` layers.
-
-    They are `mtp.*` (Qwen), `model.mtp_layers.*` (MiMo), or decoder layers past the last that have an
-    `eh_proj` (DeepSeek). The model does not need them; see drafters/mtp.py.
-    """
-    names = list(names)
-    beyond = {name.removesuffix("eh_proj.weight") for name in names if re.fullmatch(_EH_PROJ, name)}
-    layers = tuple(prefix for prefix in beyond if int(prefix.split(".")[2]) >= num_layers)
-    return {name for name in names if name.startswith(("mtp.", "model.mtp_layers.", *layers))}
-
-
-_EH_PROJ = r"model\.layers\.\d+\.eh_proj\.weight"
-
-
-def check_tensors(tensors: Tensors, destinations: dict[str, Tensor], skipped: set[str], folder: Path) -> None:
-    """Compare the files' headers with what the model needs; reads no weights. Raises ConfigError."""
-    from draftloop.models.tensors import FLOAT_TYPES
-
-    needless = {name for name in tensors.shapes if name in skipped or name.endswith("rotary_emb.inv_freq")}
-    found = {name: list(shape) for name, shape in tensors.shapes.items() if name not in needless}
-    wrong = [
-        f"{name} is of type {tensors.types[name]}, supported: {', '.join(FLOAT_TYPES)}"
-        for name in found
-        if tensors.types[name] not in FLOAT_TYPES
-    ]
-    for name, destination in destinations.items():
-        expected = list(destination.shape)
-        if name not in found:
-            wrong.append(f"{name} {expected} is missing")
-        elif found[name] != expected:
-            wrong.append(f"{name} has shape {found[name]}, but config.json asks for {expected}")
-    wrong += [f"{name} {shape} is unexpected" for name, shape in found.items() if name not in destinations]
-    if wrong:
-        more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
-        raise ConfigError(
-            f"the weights in {folder} do not fit config.json: {'; '.join(wrong[:MAX_NAMED])}{more}. "
-            "Check that both are of the same model"
-        )
 
 
 def _folder(source: ModelSource) -> Path:

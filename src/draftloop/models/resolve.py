@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parents[1] / "shipped"
 """Folder of the drafters that come with this package."""
 
-LoadFormat = Literal["auto", "safetensors", "dummy"]
-LOAD_FORMATS: tuple[LoadFormat, ...] = ("auto", "safetensors", "dummy")
+LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
+LOAD_FORMATS: tuple[LoadFormat, ...] = ("auto", "safetensors", "pt", "dummy")
 
 ALIASES = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """Short name -> hub id."""
@@ -30,6 +30,9 @@ SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt", "mask_embedding.pt")
 """What models have beside weights; the last one is of block drafters, see drafters/dflash_files.py."""
 UNWANTED_FILES = ("consolidated*", "original/*", "onnx/*", "runs/*")
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
+GGUF_SUFFIX = ".gguf"
+GGUF_NAME = "model.gguf"
+"""Of the GGUF file, or the link to it, in a folder that `gguf_import.folder_of` made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +70,13 @@ def resolve_model(
     # a folder that merely has the name of an alias does not hide it, one that holds a model does
     if path.is_dir() and (not is_known or (path / "config.json").exists()):
         _refuse_revision(revision, name, "a local folder")
-        check_folder(path, weights=load_format != "dummy")
+        check_folder(path, weights=load_format != "dummy", pickled=load_format == "pt")
         return ModelSource(name=name, folder=path)
+    if path.suffix == GGUF_SUFFIX and not is_known:
+        _refuse_revision(revision, name, "a local file")
+        from draftloop.models.gguf_import import folder_of
+
+        return ModelSource(name=name, folder=folder_of(path))
     if name in shipped():
         _refuse_revision(revision, name, "shipped with this package")
         check_folder(SHIPPED / name, weights=load_format != "dummy")
@@ -81,7 +89,12 @@ def resolve_model(
                 "weights, or name a model folder or hub id"
             )
         return ModelSource(name=name, preset=name)
-    hub = _Hub(revision=revision, download_dir=download_dir, weights=load_format != "dummy")
+    hub = _Hub(
+        revision=revision,
+        download_dir=download_dir,
+        weights=load_format != "dummy",
+        pickled=load_format == "pt",
+    )
     if name in ALIASES:
         return ModelSource(name=name, folder=_resolve_alias(name, hub, show_progress))
     if not _is_hub_id(name):
@@ -94,37 +107,50 @@ def shipped() -> list[str]:
     return sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
 
 
-def check_folder(folder: Path, *, weights: bool = True) -> None:
-    """Refuse a folder without config.json or, if `weights`, without all its safetensors files. Raises ConfigError."""
+def check_folder(folder: Path, *, weights: bool = True, pickled: bool = False) -> None:
+    """Refuse a folder without config.json or, if `weights`, without all its weight files. Raises ConfigError."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json; a model folder holds config.json and *.safetensors files")
     if weights:
-        weight_files(folder)
+        weight_files(folder, pickled=pickled)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises ConfigError where there are none or some are missing."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing or not names:
-            raise ConfigError(
-                f"{index} names {len(names)} weight files, of which {len(missing)} are missing"
-                f"{f', the first being {missing[0]}' if missing else ''}; download the model again"
-            )
-        return [folder / name for name in names]
+def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
+    """The safetensors files of a model folder, or its GGUF file, or if `pickled` and there are no others the pickled.
+
+    Raises ConfigError where there are none or some are missing.
+    """
+    if (folder / "model.safetensors.index.json").is_file():
+        return _indexed(folder / "model.safetensors.index.json")
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     found = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if found:
         return found
-    if pickled := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED_SUFFIXES):
+    if (folder / GGUF_NAME).exists():
+        return [folder / GGUF_NAME]
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED_SUFFIXES)
+    if names and not pickled:
         raise ConfigError(
-            f"{folder} has only pickled weights ({pickled[0]}), which can run code when read; "
-            "convert them to safetensors"
+            f"{folder} has only pickled weights ({names[0]}); convert them to safetensors, or use load_format 'pt', "
+            "which reads tensors from them and runs nothing else"
         )
+    if (folder / "pytorch_model.bin.index.json").is_file():
+        return _indexed(folder / "pytorch_model.bin.index.json")
+    if found := [name for name in names if name.startswith(("pytorch_model", "model", "consolidated"))]:
+        return [folder / name for name in found]
     raise ConfigError(f"{folder} has no *.safetensors file; download the weights, or use load_format 'dummy'")
+
+
+def _indexed(index: Path) -> list[Path]:
+    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing or not names:
+        raise ConfigError(
+            f"{index} names {len(names)} weight files, of which {len(missing)} are missing"
+            f"{f', the first being {missing[0]}' if missing else ''}; download the model again"
+        )
+    return [index.parent / name for name in names]
 
 
 def read_json(path: Path) -> dict:
@@ -161,6 +187,7 @@ class _Hub:
     revision: str | None
     download_dir: str | Path | None
     weights: bool
+    pickled: bool = False
 
     def cached(self, hub_id: str) -> Path | None:
         """The snapshot on this machine, None unless it is complete. Opens no connection."""
@@ -171,7 +198,7 @@ class _Hub:
             folder = Path(
                 snapshot_download(hub_id, revision=self.revision, cache_dir=self.download_dir, local_files_only=True)
             )
-            check_folder(folder, weights=self.weights)
+            check_folder(folder, weights=self.weights, pickled=self.pickled)
         except (LocalEntryNotFoundError, HFValidationError, ConfigError):
             return None
         return folder
@@ -192,14 +219,20 @@ class _Hub:
         try:
             info = HfApi().model_info(hub_id, revision=self.revision, timeout=HUB_TIMEOUT_S)
             files = [sibling.rfilename for sibling in info.siblings or []]
+            pattern = "*.safetensors"
             if self.weights and not any(file.endswith(".safetensors") for file in files):
-                raise ConfigError(f"{what} has no safetensors weights on the hub; choose one that has")
+                if not self.pickled:
+                    raise ConfigError(
+                        f"{what} has no safetensors weights on the hub; choose one that has, or use load_format 'pt' "
+                        "where there are pickled ones"
+                    )
+                pattern = "pytorch_model*.bin"
             folder = Path(
                 snapshot_download(
                     hub_id,
                     revision=self.revision,
                     cache_dir=self.download_dir,
-                    allow_patterns=[*SMALL_FILES, *(["*.safetensors"] if self.weights else [])],
+                    allow_patterns=[*SMALL_FILES, *([pattern] if self.weights else [])],
                     ignore_patterns=list(UNWANTED_FILES),
                     etag_timeout=HUB_TIMEOUT_S,
                 )
@@ -224,7 +257,7 @@ class _Hub:
                 f"{what} is neither a local folder nor in the hub's cache, and cannot be fetched "
                 f"({error.__class__.__name__}: {error}); check the network, or name a local folder"
             ) from error
-        check_folder(folder, weights=self.weights)
+        check_folder(folder, weights=self.weights, pickled=self.pickled)
         return folder
 
 

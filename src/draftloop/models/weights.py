@@ -1,0 +1,89 @@
+"""Memory for weights, plain or quantised, and what of it a checkpoint's tensors fill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from draftloop.kernels.linear_fp8 import Fp8Weight
+from draftloop.kernels.linear_int4 import Int4Weight
+from draftloop.kernels.quantised import Part, QuantisedWeight
+from draftloop.models.quantisation import Quantisation, Scheme
+
+Memory: TypeAlias = torch.nn.Parameter | QuantisedWeight
+Destination: TypeAlias = Tensor | Part
+"""What one tensor of a checkpoint fills."""
+
+
+def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.nn.Parameter:
+    """Uninitialised weights: the loader fills every element, or fails."""
+    return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+
+
+def linear_weight(
+    parts: Mapping[str, int],
+    size: int,
+    quantisation: Quantisation | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Memory:
+    """Uninitialised weights of a linear layer from `size` numbers to those of its parts, by full module name.
+
+    Plain unless all parts are quantised alike.
+    """
+    schemes = {quantisation.scheme(module) if quantisation else None for module in parts}
+    scheme = schemes.pop()
+    if schemes or scheme is None:
+        return parameter(sum(parts.values()), size, device=device, dtype=dtype)
+    return _quantised(scheme, tuple(parts.values()), size, device)
+
+
+def _quantised(scheme: Scheme, rows: tuple[int, ...], size: int, device: torch.device) -> QuantisedWeight:
+    if scheme.kind == "fp8":
+        return Fp8Weight(sum(rows), size, block=scheme.block, parts=rows, activations=scheme.activations, device=device)
+    return Int4Weight(
+        sum(rows),
+        size,
+        group_size=scheme.group_size,
+        has_zeros=scheme.has_zeros,
+        is_ordered=scheme.is_ordered,
+        device=device,
+    )
+
+
+def split_rows(weight: Memory, sizes: tuple[int, ...]) -> list[Tensor] | list[Part]:
+    """The parts of a fused weight, to be filled."""
+    return weight.split(sizes) if isinstance(weight, QuantisedWeight) else list(weight.data.split(sizes))
+
+
+def plain(destinations: Mapping[str, Destination]) -> dict[str, Tensor]:
+    """Of a drafter's head, whose weights are never quantised."""
+    found = {name: weight for name, weight in destinations.items() if isinstance(weight, Tensor)}
+    assert len(found) == len(destinations)
+    return found
+
+
+def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, Memory]]:
+    """Every weight once, with its name; a quantised one as a whole."""
+    seen = set()
+    for prefix, part in module.named_modules():
+        if isinstance(part, QuantisedWeight):
+            yield prefix, part
+            continue
+        for name, weight in part.named_parameters(recurse=False):
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield f"{prefix}.{name}" if prefix else name, weight
+
+
+def dequantise(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Turn quantised weights into the plain ones that they stand for."""
+    for part in list(module.modules()):
+        for name, child in list(part.named_children()):
+            if isinstance(child, QuantisedWeight):
+                delattr(part, name)
+                setattr(part, name, torch.nn.Parameter(child.dequantise(dtype), requires_grad=False))
