@@ -64,7 +64,31 @@ class Range(NamedTuple):
     last: int
 
 
-MEASURED: dict[str, dict[tuple[int, int, Kind], dict[Range, WideTiles]]] = {}
+MEASURED: dict[str, dict[tuple[int, int, Kind], dict[Range, WideTiles]]] = {
+    "NVIDIA H200": {
+        (4096, 4096, Kind.SUMS): {
+            Range(65, 96): WideTiles(128, 128, 3, 96, 4, 4),  # 14.7 us, without 17.5
+            Range(97, 128): WideTiles(128, 64, 3, 128, 4, 6),  # 15.9 us, without 16.6
+            Range(129, 192): WideTiles(128, 64, 3, 192, 4, 5),  # 20.0 us, without 20.6
+            Range(193, 256): WideTiles(128, 64, 2, 128, 4, 6),  # 19.0 us, without 21.5
+        },
+        (4096, 14336, Kind.SUMS): {
+            Range(97, 128): WideTiles(128, 64, 3, 128, 4, 6),  # 38.7 us, without 40.9
+            Range(129, 192): WideTiles(128, 64, 4, 192, 4, 5),  # 44.7 us, without 49.7
+        },
+        (6144, 4096, Kind.PLAIN): {
+            Range(65, 96): WideTiles(64, 128, 1, 96, 4, 5),  # 19.2 us, without 20.1
+        },
+        (28672, 4096, Kind.PLAIN): {
+            Range(97, 128): WideTiles(128, 64, 1, 128, 4, 3),  # 68.4 us, without 73.9
+        },
+        (28672, 4096, Kind.GATED): {
+            Range(65, 96): WideTiles(128, 128, 1, 96, 4, 4),  # 64.0 us, without 68.3
+            Range(97, 128): WideTiles(128, 64, 1, 128, 4, 3),  # 63.9 us, without 73.9
+            Range(129, 192): WideTiles(128, 64, 1, 192, 4, 5),  # 81.7 us, without 93.1
+        },
+    },
+}
 """GPU -> (N, K, kind) -> numbers of tokens -> the fastest tiles, where they are faster than cuBLAS."""
 
 
