@@ -164,6 +164,8 @@ class SamplingParams:
             need(value is None or value <= LARGEST, name, f"at most {LARGEST}")
 
         need(_is_number(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            need(isinstance(getattr(self, name), bool), name, "true or false")
         for name in ("temperature", "repetition_penalty"):
             value = getattr(self, name)
             need(not _is_number(value) or value <= LARGEST, name, f"at most {LARGEST}")
@@ -214,10 +216,13 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             if isinstance(value := getattr(self, name), str):
                 put(self, name, (value,))
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            put(self, name, tuple(getattr(self, name) or ()))
-        if self.allowed_token_ids is not None:
-            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, list | tuple | set | frozenset | None):
+                limit = "a text or a list of texts" if name in ("stop", "bad_words") else "a list of token ids"
+                raise RequestError(f"{name} is {value!r}; it must be {limit}")
+            if value is not None or name != "allowed_token_ids":
+                put(self, name, tuple(value or ()))
         if isinstance(self.logit_bias, Mapping):
             digits = {k: int(k) if isinstance(k, str) and k.isdecimal() else k for k in self.logit_bias}
             put(self, "logit_bias", {digits[k]: value for k, value in self.logit_bias.items()} or None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from servers import EOS, TEMPLATE, K, byte_model, running
 
 from draftloop.server.protocol import ChatRequest, CompletionRequest
+from refused import OUT_OF_RANGE, leaves
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -302,7 +304,11 @@ def test_loglikelihoods_as_lm_eval_asks_for_them_are_those_of_transformers(serve
         (COMPLETIONS, {"prompt": []}, "prompt", "at least one"),
         (COMPLETIONS, {"prompt": [[]]}, "prompt", "empty"),
         (COMPLETIONS, {"prompt": None}, "prompt", "required"),
-        (COMPLETIONS, {"speculative": {"num_tokens": 2}}, "num_tokens", "unknown"),
+        (COMPLETIONS, {"speculative": {"num_token": 2}}, "num_token", "unknown"),
+        (COMPLETIONS, {"speculative": {"num_tokens": -1}}, "speculative", "an integer >= 0"),
+        (COMPLETIONS, {"speculative": {"num_tokens": K + 1}}, "speculative", f"drafts at most {K} tokens"),
+        (COMPLETIONS, {"speculative": {"num_tokens": 2, "enabled": False}}, "speculative", "with speculation"),
+        (CHAT, {"speculative": {"drafters": ["ngram"]}}, "speculative", "this engine's drafters: draft_model"),
         (COMPLETIONS, {"top_k": 2**40}, "top_k", "at most"),
         (COMPLETIONS, {"temperature": 1e300}, "temperature", "at most"),
         (COMPLETIONS, {"prompt": "half \ud800"}, "prompt", "half a character"),
@@ -334,6 +340,35 @@ def test_what_cannot_be_served_is_refused_by_name(server, path, fields, param, m
     assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert message in error["message"]
     server.assert_all_free()
+
+
+def meant_for_http(name: str, value: object) -> bool:
+    """JSON can say it, and it is of a type that would not be taken for another."""
+    if name not in CompletionRequest.model_fields or value is None:
+        return False
+    odd = any(leaf in ("nan", "1", "True", "x") or len(leaf) > 300 for leaf in leaves(value))
+    return not odd or name == "stop"
+
+
+def test_every_parameter_out_of_range_is_refused_with_its_name_value_and_range(server):
+    asked = [case for case in OUT_OF_RANGE if meant_for_http(*case[:2])]
+    assert len(asked) > 35
+    for name, value, limit in asked:
+        status, error = server.refusal(COMPLETIONS, {"prompt": "x", "temperature": 1, name: value})
+        assert (status, error["param"]) == (400, name), (name, value)
+        assert all(leaf in error["message"] for leaf in (name, *leaves(value))), error["message"]
+        assert re.search(f"{limit}|Input should be a", error["message"]), error["message"]
+    server.assert_all_free()
+
+
+@pytest.mark.parametrize("cap", range(K + 1))
+def test_a_request_may_cap_its_drafts_and_the_tokens_are_the_same(server, cap):
+    body = {"prompt": "hello", "temperature": 0, "max_tokens": 20, "return_token_ids": True}
+    answer = server.post(COMPLETIONS, {**body, "speculative": {"num_tokens": cap}})
+    assert answer["choices"] == server.post(COMPLETIONS, body)["choices"]
+    stats = answer["metrics"].get("speculative_decoding", {"acceptance_histogram": [0] * (K + 1)})
+    assert not any(stats["acceptance_histogram"][cap + 1 :])
+    assert any(stats["acceptance_histogram"][1:]) == (cap > 0)
 
 
 def test_what_is_no_request_at_all_is_refused_in_the_same_shape(server):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -98,4 +99,5 @@ def _validation_error(first: Mapping[str, Any]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', 'it cannot be read')}")
     name = str(place[0]) if place else None
     path = ".".join(map(str, place)) or "the body"
-    return ApiError(400, f"{path}: {first['msg']}", param=name)
+    value = "" if first["type"] == "missing" else f" is {reprlib.repr(first['input'])}"
+    return ApiError(400, f"{path}{value}: {first['msg']}", param=name)
