@@ -4,7 +4,8 @@
 #   bench   the rows of docs/numbers/h200.md, most important first (about 3 minutes on an H200)
 #   start   start-up with every graph captured, the second time, when kernels are cached (about 1 minute)
 #   blocks  block drafters (about 1 minute)
-#   all     bench, start, blocks, tests
+#   sampling  every second request with every parameter, against greedy in the same run (about 1 minute)
+#   all     bench, start, blocks, sampling, tests
 # Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
 set -uo pipefail
 out="${1:?folder for the results}"
@@ -54,20 +55,27 @@ blocks() {
   latency dspark-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$(drafter dspark dspark-llama-3.1-8b 7 3.5)"
 }
 
+sampling() { # drafts are drawn, and accepted by chance: what an iteration takes does not depend on how many
+  local drawn='{"method":"eagle3","model":"eagle3-llama-3.1-8b","num_speculative_tokens":5}'
+  latency sampling-half-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$drawn" --sampling-mix all-parameters-half
+  latency sampling-all-8b llama-3.1-8b $(rows 32 1,32) -sc "$drawn" --sampling-mix sampled --repeats 2
+}
+
 tests() {
   "$python" -m pytest -m gpu -n "${WORKERS:-12}" --ignore tests/server --ignore tests/architecture -v --tb=short -rs -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
 }
 
 case "$part" in
-  tests | bench | start | blocks) "$part" ;;
+  tests | bench | start | blocks | sampling) "$part" ;;
   all)
     bench
     start
     blocks
+    sampling
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, sampling, all" >&2
     exit 2
     ;;
 esac

@@ -15,7 +15,8 @@ import torch
 from draftloop import cli
 from draftloop.bench import steady
 from draftloop.bench.roofline import Ceiling, ceiling_of, floor_ms
-from draftloop.bench.steady import PHASE_ROUNDS, SteadyBatch, against_floor, measure_steady
+from draftloop.bench.sampling_mix import SamplingMix
+from draftloop.bench.steady import PHASE_ROUNDS, SteadyBatch, against_floor, against_greedy, measure_steady
 from draftloop.bench.throughput import serve, throughput_rows
 from draftloop.bench.trace import TRACED, write_trace
 from draftloop.engine.llm import LLM
@@ -41,6 +42,26 @@ def tiny(**settings: Any) -> LLM:
 def measured(llm: LLM, rows: int = 2, *, output_tokens: int = 24) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     step, *phases = measure_steady(llm, rows, CEILING, prompt_tokens=16, output_tokens=output_tokens, repeats=1)
     return step, {row["phase"]: row for row in phases}
+
+
+def test_sampled_batches_are_held_against_greedy_ones():
+    llm = tiny(max_num_seqs=3, speculative_config=EAGLE)
+    options = {"prompt_tokens": 16, "output_tokens": 24, "repeats": 1}
+    greedy, *_ = measure_steady(llm, 3, CEILING, **options)
+    for mix, kind in ((SamplingMix.SAMPLED, "sampled"), (SamplingMix.ALL_PARAMETERS_HALF, "constrained")):
+        step, *phases = against_greedy(llm, greedy, CEILING, mix, **options)
+        assert (step["metric"], step["batch"], step["sampling"]) == ("sampled_iteration_ms", 3, mix)
+        assert step["greedy"] == greedy["value"]
+        assert step["to_greedy"] == pytest.approx(step["value"] / greedy["value"], rel=1e-3)
+        assert f"accept.{kind}" in {row["phase"] for row in phases}
+        assert {row["metric"] for row in phases} == {"sampled_phase_ms"}
+    assert_all_free(llm)
+
+
+def test_half_of_a_mix_asks_for_everything_and_the_rest_for_nothing():
+    asked = [SamplingMix.ALL_PARAMETERS_HALF.params(i, max_tokens=9, vocab_size=1000) for i in range(4)]
+    assert [(p.constrained, p.greedy) for p in asked] == [(True, False), (False, True)] * 2
+    assert all(p.max_tokens == 9 and p.ignore_eos for p in asked)
 
 
 # ---- floors ---------------------------------------------------------------------------------

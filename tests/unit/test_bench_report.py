@@ -117,6 +117,17 @@ def test_phases_are_shown_where_they_were_measured():
     assert "Phase by phase" not in page(run("a.json", {}))
 
 
+def test_sampled_iterations_are_held_against_greedy_ones_of_their_run():
+    mix = {"sampling": "all-parameters-half", "batch": 32}
+    sampled = {**mix, "metric": "sampled_iteration_ms", "value": 8.5, "greedy": 8.0, "to_greedy": 1.0625}
+    older = {**sampled, "to_greedy": 2.0}
+    reference = {"sampling": "greedy", "batch": 1, "value": 0.5}
+    text = page(run("a.json", {}, sampled, reference), run("b.json", older, date="2026-01-01"))
+    cells = line(text, "| llama-3.1-8b | eagle3 | 5 | 32 |")[4:]
+    assert cells == ["iteration", "all-parameters-half", "8.00", "8.50", "1.062", "1", "[json](a.json)"]
+    assert line(text, EAGLE)[7] == "**6.00**", "what is only held against is no goal's row"
+
+
 def test_growth_with_the_batch_is_held_against_that_of_the_floor():
     rows = ({}, {"batch": 32, "value": 9.0, "floor": 5.0}, {"batch": 32, "value": 8.0, "floor": 5.0, "path": "loop"})
     text = page(run("a.json", *rows))

@@ -212,6 +212,7 @@ def test_bench_latency(monkeypatch, tmp_path, sizes):
         "output_tokens": 128,
         "repeats": 3,
         "out": tmp_path,
+        "sampling_mix": "greedy",
         "trace": None,
     }
 

@@ -16,6 +16,9 @@ scheduler; of its attention backends the faster one counts in each row."""
 GROWTH = 1.5
 """From 1 row to 32 an iteration may grow by at most this many times what its floor grows by."""
 
+SAMPLING_LIMIT = 1.08
+"""Every parameter for half the rows may take at most this many times what greedy takes, at 32 rows."""
+
 FLOOR_CONTEXT = 1024
 """Tokens per row that `Goal.floor` is for."""
 

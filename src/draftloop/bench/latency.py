@@ -17,9 +17,10 @@ from rich.console import Console
 from tqdm import tqdm
 
 from draftloop.bench.roofline import Ceiling, ceiling_of
+from draftloop.bench.sampling_mix import SamplingMix
 from draftloop.bench.stamp import engine_facts, write_numbers
-from draftloop.bench.steady import measure_steady, spread
-from draftloop.bench.steady_view import draw_steady, iteration_table, phase_table
+from draftloop.bench.steady import against_greedy, measure_steady, spread
+from draftloop.bench.steady_view import draw_steady, iteration_table, phase_table, sampling_table
 from draftloop.bench.trace import write_trace
 from draftloop.config.engine import EngineConfig
 from draftloop.engine.llm import LLM
@@ -37,10 +38,12 @@ def run_latency(
     output_tokens: int,
     repeats: int,
     out: Path,
+    sampling_mix: SamplingMix = SamplingMix.GREEDY,
     trace: Path | None = None,
 ) -> Path:
     """Measure, print tables, write the numbers (and a picture where matplotlib is), return the file.
 
+    With another `sampling_mix` than greedy every size is measured with both, and nothing but steady iterations.
     `trace` is a file for a Chrome trace of the first batch size. Raises ConfigError if prompt and answer do not fit
     the model, CapacityError if a batch does not fit the memory.
     """
@@ -57,10 +60,13 @@ def run_latency(
         ceiling = engine_ceiling(llm)
         rows = [*_startup_rows(llm, startup_s), *ceiling_rows(ceiling)]
         for batch in tqdm(batch_sizes, desc="Batch sizes"):
-            rows += measure_steady(
-                llm, batch, ceiling, prompt_tokens=prompt_tokens, output_tokens=output_tokens, repeats=repeats
-            )
-            rows += _measure_spans(llm, batch, prompt_tokens, output_tokens, repeats)
+            steady = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "repeats": repeats}
+            greedy = measure_steady(llm, batch, ceiling, **steady)
+            if sampling_mix is SamplingMix.GREEDY:
+                rows += [*greedy, *_measure_spans(llm, batch, prompt_tokens, output_tokens, repeats)]
+            else:
+                rows += [{**row, "sampling": SamplingMix.GREEDY.value} for row in greedy]
+                rows += against_greedy(llm, greedy[0], ceiling, sampling_mix, **steady)
         common = {**engine_facts(llm), "prompt": prompt_tokens}
         rows = [{**common, **row} for row in rows]
         path = write_numbers(out, rows)
@@ -131,7 +137,10 @@ def _span(llm: LLM, batch: int, prompt_tokens: int, max_tokens: int, source: ran
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
     console = Console()
-    console.print(iteration_table(rows, spans=True), phase_table(rows))
+    compared = any("to_greedy" in row for row in rows)
+    console.print(iteration_table(rows, spans=not compared), phase_table(rows))
+    if compared:
+        console.print(sampling_table(rows))
     for row in rows:
         if "batch" not in row:
             console.print(f"{row['metric']}: {row['value']:.3g}")

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftloop.bench.goals import FLOOR_CONTEXT, GOALS, GPU, GROWTH, PROMPT_TOKENS, SOURCE, Goal
+from draftloop.bench.goals import FLOOR_CONTEXT, GOALS, GPU, GROWTH, PROMPT_TOKENS, SAMPLING_LIMIT, SOURCE, Goal
 from draftloop.bench.steady_view import launches, number, per_iteration
 from draftloop.errors import ConfigError
 
 PAGE = "h200.md"
 NOT_YET = "not measured yet"
-SHOWN = ("iteration_ms", "startup_s", "ttft_ms", "tokens_per_s")
+SHOWN = ("iteration_ms", "sampled_iteration_ms", "startup_s", "ttft_ms", "tokens_per_s")
 OF_THE_MACHINE = ("--out", "--trace")
 """Options whose values are files of whoever measured."""
 Row = dict[str, Any]
@@ -85,6 +85,8 @@ def make_page(runs: Sequence[Run]) -> str:
     sections = [_head(), _goal_table(goals)]
     if growth := _growth_rows(latest):
         sections.append(_GROWTH_HEAD + _table(["", *_GROWTH_COLUMNS], growth))
+    if sampled := [found for found in latest if found.row["metric"] == "sampled_iteration_ms"]:
+        sections.append(_SAMPLING_HEAD + _sampling_table(sampled))
     if others:
         sections.append("## What else was measured\n\n" + _other_table(others))
     if phased:
@@ -99,11 +101,18 @@ def make_page(runs: Sequence[Run]) -> str:
 
 
 def newest_rows(runs: Sequence[Run]) -> list[Found]:
-    """Of each measurement that the page shows the row that counts most; phases belong to their file's iterations."""
+    """Of each measurement that the page shows the row that counts most; phases belong to their file's iterations.
+
+    Greedy iterations that others were held against are no measurement of their own.
+    """
     found: dict[tuple, Found] = {}
     for run in runs:
         for row in run.rows:
-            if row["metric"] in SHOWN and (row["metric"] != "tokens_per_s" or "num_requests" in row):
+            if (
+                row["metric"] in SHOWN
+                and row.get("sampling") != "greedy"
+                and (row["metric"] != "tokens_per_s" or "num_requests" in row)
+            ):
                 found.setdefault(_key(row), Found(row=row, run=run))
     return sorted(found.values(), key=lambda one: _key(one.row))
 
@@ -111,7 +120,13 @@ def newest_rows(runs: Sequence[Run]) -> list[Found]:
 def _key(row: Row) -> tuple:
     facts = [row.get(name) for name in ("model", "method", "drafter", "k", "metric", "batch", "path")]
     # a start-up with a few sizes, and the latencies of requests that come and go, are other measurements
-    facts += [row.get("all_sizes", True), "num_requests" in row, row.get("prompts"), row.get("prompt")]
+    facts += [
+        row.get("all_sizes", True),
+        "num_requests" in row,
+        row.get("prompts"),
+        row.get("prompt"),
+        row.get("sampling"),
+    ]
     return tuple("" if fact is None else f"{fact:06d}" if type(fact) is int else str(fact) for fact in facts)
 
 
@@ -189,6 +204,26 @@ def _growth_rows(latest: Sequence[Found]) -> list[list[str]]:
                 [f"{one['model']}, {one['method']}, K={one['k']}", one["path"], number(growth), number(floor), ratio]
             )
     return rows
+
+
+_SAMPLING_HEAD = f"""\
+## Sampling
+
+Iterations whose requests sample against greedy ones of the same run; *all-parameters-half* is every second request
+with every parameter, and at most {SAMPLING_LIMIT} times greedy at 32 rows is the goal.
+
+"""
+
+
+def _sampling_table(sampled: Sequence[Found]) -> str:
+    rows = []
+    for found in sampled:
+        row = found.row
+        facts = [row["model"], row["method"], str(row["k"]), str(row["batch"]), row["path"], row["sampling"]]
+        times = [_short(row["greedy"]), _short(row["value"]), f"{row['to_greedy']:.3f}"]
+        rows.append([*facts, *times, _launches(row), _link(found.run)])
+    head = ["model", "method", "K", "B", "path", "sampling", "greedy", "iteration", "to greedy", "launches", "from"]
+    return _table(head, rows)
 
 
 def _other_table(others: Sequence[Found]) -> str:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from draftloop.bench.roofline import Ceiling, floor_ms
+from draftloop.bench.sampling_mix import SamplingMix
 from draftloop.engine.llm import LLM
 from draftloop.errors import CapacityError, ConfigError
 from draftloop.graphs.phase import Phase
 from draftloop.graphs.ring import RING_SLOTS
-from draftloop.request import SamplingParams
 from draftloop.scheduler.batch import Stage
 
 WARM_STEPS = 3
@@ -70,14 +70,23 @@ def iterations_to_measure(llm: LLM, output_tokens: int) -> int:
 class SteadyBatch:
     """Random prompts that decode until the context is left. The engine must be idle, and is idle again after it."""
 
-    def __init__(self, llm: LLM, rows: int, *, prompt_tokens: int, num_iterations: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        rows: int,
+        *,
+        prompt_tokens: int,
+        num_iterations: int,
+        seed: int = 0,
+        mix: SamplingMix = SamplingMix.GREEDY,
+    ) -> None:
         """`num_iterations` is how many `measure` will be asked for in all.
 
         Raises ConfigError if their tokens exceed the longest sequence, here or on entering, when it is known how far
         the first rows got while the last ones' prompts ran; CapacityError if the memory cannot hold all rows.
         """
         self.llm, self.rows, self.core, self.table = llm, rows, llm.engine.core, llm.engine.table
-        self._random = random.Random(seed)
+        self._random, self._mix = random.Random(seed), mix
         # the device may be ahead of the host when the clock stops
         ahead = RING_SLOTS if self.core.worker.loop else self.core.pipeline_depth
         iterations = WARM_STEPS + num_iterations + ahead + 1 + 2 * PHASE_ROUNDS
@@ -87,10 +96,11 @@ class SteadyBatch:
     def __enter__(self) -> SteadyBatch:
         scheduler = self.core.scheduler
         room = min(2 * self._needed, scheduler.max_model_len - self._prompt_tokens)
-        params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
-        vocab = range(self.core.vocab_size)
-        for _ in range(self.rows):
-            self.core.add(self.llm._next_id(), self._random.choices(vocab, k=self._prompt_tokens), params)
+        vocab_size = self.core.vocab_size
+        for index in range(self.rows):
+            prompt = self._random.choices(range(vocab_size), k=self._prompt_tokens)
+            params = self._mix.params(index, max_tokens=room, vocab_size=vocab_size)
+            self.core.add(self.llm._next_id(), prompt, params)
         try:
             while scheduler.waiting or any(sequence.stage is not Stage.DECODE for sequence in scheduler.running):
                 self._step_towards_full()
@@ -229,7 +239,14 @@ def time_calls(calls: Sequence[Callable[[], None]], device: torch.device) -> lis
 
 
 def measure_steady(
-    llm: LLM, rows: int, ceiling: Ceiling, *, prompt_tokens: int, output_tokens: int, repeats: int
+    llm: LLM,
+    rows: int,
+    ceiling: Ceiling,
+    *,
+    prompt_tokens: int,
+    output_tokens: int,
+    repeats: int,
+    mix: SamplingMix = SamplingMix.GREEDY,
 ) -> list[dict[str, Any]]:
     """The row `iteration_ms`, then a row `phase_ms` for each phase of it and for the chain that runs them all.
 
@@ -240,7 +257,8 @@ def measure_steady(
     times: dict[str, list[float]] = {}
     context = 0.0
     for repeat in range(1 + repeats):
-        with SteadyBatch(llm, rows, prompt_tokens=prompt_tokens, num_iterations=number, seed=repeat) as batch:
+        shape = {"prompt_tokens": prompt_tokens, "num_iterations": number}
+        with SteadyBatch(llm, rows, **shape, seed=repeat, mix=mix) as batch:
             stretches.append(batch.measure(number))
             if repeat == repeats:
                 times, context = batch.time_phases(stretches[-1])
@@ -248,6 +266,18 @@ def measure_steady(
         _iteration_row(llm, rows, ceiling, stretches[1:]),
         *_phase_rows(llm, rows, ceiling, stretches[-1], times, context),
     ]
+
+
+def against_greedy(
+    llm: LLM, greedy: dict[str, Any], ceiling: Ceiling, mix: SamplingMix, **options: int
+) -> list[dict[str, Any]]:
+    """`measure_steady` of a mix, beside the row that it made of greedy requests.
+
+    Rows are `sampled_iteration_ms`, with the ratio to greedy, and `sampled_phase_ms`.
+    """
+    step, *phases = measure_steady(llm, greedy["batch"], ceiling, mix=mix, **options)
+    step |= {"greedy": greedy["value"], "to_greedy": round(step["value"] / greedy["value"], 4)}
+    return [{**row, "metric": f"sampled_{row['metric']}", "sampling": mix.value} for row in (step, *phases)]
 
 
 def _iteration_row(llm: LLM, rows: int, ceiling: Ceiling, stretches: Sequence[Iterations]) -> dict[str, Any]:

@@ -44,6 +44,15 @@ def phase_table(rows: Sequence[Row]) -> Table:
     return table
 
 
+def sampling_table(rows: Sequence[Row]) -> Table:
+    """One line per batch size: greedy, sampled, and how many times greedy that is."""
+    table = Table("batch", "sampling", "greedy ms", "ms", "to greedy", "eager", title="Against greedy")
+    for row in (row for row in rows if row["metric"] == "sampled_iteration_ms"):
+        times = number(row["greedy"]), number(row["value"]), f"{row['to_greedy']:.3f}"
+        table.add_row(str(row["batch"]), row["sampling"], *times, str(row["eager_runs"]))
+    return table
+
+
 def per_iteration(phase: Row) -> float | None:
     """Milliseconds that all runs of a phase take of an iteration; None where it was not timed."""
     return None if phase["value"] is None else phase["runs"] * phase["value"]

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from cyclopts import App
 
 from draftloop.bench import prompts as prompt_sets
+from draftloop.bench.sampling_mix import SamplingMix
 from draftloop.cli.options import (
     DECIMALS,
     NAMES,
@@ -37,6 +38,7 @@ def latency(
     prompt_tokens: int = 512,
     output_tokens: int = 128,
     repeats: int = 3,
+    sampling_mix: SamplingMix = SamplingMix.GREEDY,
     out: Path = Path("docs/numbers"),
     trace: Path | None = None,
 ) -> None:
@@ -52,6 +54,9 @@ def latency(
         Tokens of each answer.
     repeats:
         Measurements of each size; the median counts.
+    sampling_mix:
+        What requests ask for: greedy; sampled (temperature 1); all-parameters-half (every second one for every
+        parameter). The last two are measured beside greedy, and compared with it.
     out:
         Folder for the results.
     trace:
@@ -69,6 +74,7 @@ def latency(
         output_tokens=output_tokens,
         repeats=repeats,
         out=out,
+        sampling_mix=sampling_mix,
         trace=trace,
     )
 
