@@ -314,7 +314,7 @@ def accept_drawn_triton(
     if drawn and rule is DrawnRule.BLOCK:
         rest_XC = torch.empty(num_rows * num_drafts, num_chunks, dtype=torch.float32, device=device)
         _rest_kernel[(num_rows * num_drafts, num_chunks)](
-            rest_XC, *sources, BLOCK_Q=block_q, CHUNK=CHUNK, num_warps=4, **common
+            rest_XC, *sources, BLOCK_Q=block_q, CHUNK=CHUNK, num_warps=8, **common
         )
     _decide_kernel[(num_rows,)](
         num_accepted_R, subtracts_R, share_R, rest_XC, share_R if rates_K is None else rates_K, state.seed_M,
@@ -324,7 +324,7 @@ def accept_drawn_triton(
     best_RC2 = torch.empty(num_rows, num_chunks, 2, dtype=torch.int64, device=device)
     _draw_kernel[(num_rows, num_chunks)](
         best_RC2, num_accepted_R, subtracts_R, share_R, state.seed_M, state.num_tokens_M, *sources,
-        NO_INDEX=NO_INDEX, DRAWN=drawn, CHUNK=CHUNK, num_warps=4, **common,
+        NO_INDEX=NO_INDEX, DRAWN=drawn, CHUNK=CHUNK, num_warps=8, **common,
     )  # fmt: skip
     _finish_kernel[(num_rows,)](
         best_RC2, num_accepted_R, statistics.token_X, temperature_M, rows_R, state.drafts_MK, state.tokens_ML,

@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftloop.kernels.argmax import CHUNK
 from draftloop.kernels.ordered import order_of, pack
 from draftloop.kernels.softmax_statistics import Changed
 from draftloop.kernels.triton_import import constant, jit, next_power_of_2, pdl_options, tl
 from draftloop.kvcache.constraint_rows import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_IDS, NO_ID
 from draftloop.kvcache.rows import RowState
 
+CHUNK = 2048
+"""Logits that one program reads."""
 TOKENS_BLOCK, WORDS_BLOCK = 1024, 1024
 IN_PROMPT = -0x80000000
 """Is set in a token's count if the prompt has it; the other bits say how often the output has."""
@@ -136,7 +137,8 @@ def _constrain_kernel(
 def constrain_triton(state: RowState, rows_R: Tensor, logits_XV: Tensor) -> tuple[Changed, Tensor]:
     """Twin of `constraints.constrain` without processors, for rows that have not been accepted yet.
 
-    Returns the logits of the rows that ask for it, and the `chunk_maxima` int64 [X, C] of all rows as they are then.
+    Returns the logits of the rows that ask for it, and the `chunk_maxima` int64 [X, C] of all rows as they are then, in
+    chunks of `CHUNK`.
     """
     rules, device = state.constraints, rows_R.device
     assert rules is not None

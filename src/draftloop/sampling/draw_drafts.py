@@ -114,6 +114,6 @@ def draw_drafts_triton(
         best_NC, probs_MKV, logits_NW, *statistics, rows_R, state.temperature_M, state.seed_M, state.num_tokens_M,
         state.num_drafted_M, target_ids_W if mapped else rows_R, logits_NW.stride(0), size, num_per_row, drafts_width,
         probs_width, LARGEST_SCALE=LARGEST_SCALE, MAX_BLOCK=MAX_BLOCK, COUNTED=counted, MAPPED=mapped, CHUNK=CHUNK,
-        num_warps=4, **options,
+        num_warps=8, **options,
     )  # fmt: skip
     return best_NC
