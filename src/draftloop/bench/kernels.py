@@ -17,6 +17,7 @@ import torch
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from draftloop.attention.registry import attention_backend
 from draftloop.attention.triton import TritonBackend
+from draftloop.bench.sampling_kernels import sampling_rows
 from draftloop.kernels import paged_attention
 from draftloop.kernels.argmax import argmax, argmax_torch
 from draftloop.kernels.linear import (
@@ -311,6 +312,8 @@ def kernel_rows(device: torch.device, backends: Sequence[str] = ("triton",)) -> 
     for num_tokens in (1, 6, 32, 48):
         rows += linear_rows(num_tokens, device)
         rows += argmax_rows(num_tokens, device)
+    for batch in (1, 32):
+        rows += sampling_rows(make_row, batch, device)
     for name in backends:
         for batch, query_len, kv_len, page_size in ATTENTION_CASES:
             rows.append(attention_row(name, batch, query_len, kv_len, page_size, uniform=True, device=device))
