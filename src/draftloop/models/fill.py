@@ -70,8 +70,8 @@ def fill_from_files(
         skipped = model.needless(tensors.shapes) | mtp_tensors(tensors.shapes, model.config.num_layers)
         zero_biases = _needless_of_quantised(tensors, destinations)
         skipped |= zero_biases | {name for name in tensors.shapes if name.endswith(CACHE_SCALES)}
-        check_tensors(tensors, destinations, skipped, files[0].parent)
         _check_kinds(tensors, destinations, quantisation)
+        check_tensors(tensors, destinations, skipped, files[0].parent)
         _warn_of_rounding(tensors, destinations)
         for name in sorted(zero_biases):
             if bool(tensors.read(name).any()):
@@ -199,7 +199,8 @@ def _check_kinds(tensors: Tensors, destinations: Mapping[str, Destination], quan
     """Plain weights where quantised ones were promised are never rounded on the quiet."""
     if quantisation is None or quantisation.is_online:
         return
-    plain = [name for name, to in destinations.items() if isinstance(to, Part) and name not in tensors.stored]
+    plain = [name for name, to in destinations.items() if isinstance(to, Part) and name in tensors.shapes]
+    plain = [name for name in plain if name not in tensors.stored]
     if plain:
         raise ConfigError(
             f"{plain[0]} is of type {tensors.types[plain[0]]}, but config.json says that it is quantised "

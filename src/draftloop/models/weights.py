@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
@@ -45,10 +46,12 @@ def linear_weight(
 def _quantised(scheme: Scheme, rows: tuple[int, ...], size: int, device: torch.device) -> QuantisedWeight:
     if scheme.kind == "fp8":
         return Fp8Weight(sum(rows), size, block=scheme.block, parts=rows, activations=scheme.activations, device=device)
+    # a checkpoint's groups fit, as was checked; ours are made to
+    group_size = math.gcd(scheme.group_size, size) if scheme.layout == "online" else scheme.group_size
     return Int4Weight(
         sum(rows),
         size,
-        group_size=scheme.group_size,
+        group_size=group_size,
         has_zeros=scheme.has_zeros,
         is_ordered=scheme.is_ordered,
         device=device,
