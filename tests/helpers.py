@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import json
 import random
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,19 +84,40 @@ def make_table(
 # ---- scheduling -----------------------------------------------------------------------------
 
 
+_NUMBERS = itertools.count()
+
+
 def make_scheduler(*, num_pages: int = 65, page_size: int = 16, **settings: int) -> Scheduler:
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_prefill_rows": 4, "max_model_len": 128}
     return Scheduler(PageAllocator(num_pages, page_size), **{**defaults, "num_drafts": 0, **settings})
 
 
-def make_request(name: str, num_prompt: int, *, max_tokens: int = 8) -> Request:
+def make_request(name: str, num_prompt: int, *, max_tokens: int = 8, **options: Any) -> Request:
     return Request(
         request_id=name,
-        number=0,
+        number=next(_NUMBERS),
         prompt_ids=list(range(1, num_prompt + 1)),
         params=SamplingParams(temperature=0, max_tokens=max_tokens),
         eos_ids=frozenset(),
+        **options,
     )
+
+
+def check_books(scheduler: Scheduler, *, num_rows: int) -> None:
+    """Every row and page is held by who says so, or free, and pages are found under their own key only."""
+    pages, held = scheduler.pages, Counter[int]()
+    for sequence in scheduler.running:
+        held.update(sequence.pages)
+        held.update([] if sequence.copied_page is None else [sequence.copied_page])
+        assert len(set(sequence.pages)) == len(sequence.pages)
+    for sequence in scheduler.waiting:
+        assert (sequence.row, sequence.pages, sequence.copied_page) == (-1, [], None)
+    assert {page: pages.num_holders(page) for page in range(pages.num_pages)} == {
+        page: held[page] for page in range(pages.num_pages)
+    }
+    assert sorted([*held, *pages.free_pages]) == list(range(1, pages.num_pages))
+    assert sorted([s.row for s in scheduler.running] + scheduler._free_rows) == list(range(num_rows))
+    assert {pages._page_of[key]: key for key in pages._page_of} == pages._key_of
 
 
 # ---- a tiny model ---------------------------------------------------------------------------
@@ -219,6 +242,7 @@ def engine(model: str | None = None, *, poison: bool | None = None, **settings: 
     llm = _ENGINES[key]
     core = llm.engine.core
     assert core.idle, "an earlier test left this engine busy"
+    core.reset_prefix_cache()
     if poison is not None:
         llm.engine.table.poison = poison
     llm.engine.table.reset_counts()

@@ -75,7 +75,7 @@ def test_the_plan_carries_the_agreed_rows_to_the_phases(agreed: int | None, monk
     llm = make_engine(speculative_config=spec, cudagraph_capture_sizes=(1, 4, 8))
     scheduler = llm.engine.core.scheduler
     plan = scheduler.plan
-    monkeypatch.setattr(scheduler, "plan", lambda: replace(plan(), rows_across_ranks=agreed))
+    monkeypatch.setattr(scheduler, "plan", lambda **how: replace(plan(**how), rows_across_ranks=agreed))
     assert answers(llm.generate(prompts(1), greedy(8))) == [oracle(prompts(1)[0], 8)]
     rows = [row for row in llm.get_graph_report().rows if row.replays]
     used = {row.rows for row in rows if row.phase in ("target.verify", "target.decode", "accept.decode")}

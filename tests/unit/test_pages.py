@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftloop.errors import CapacityError
-from draftloop.kvcache.pages import PageAllocator
+from draftloop.kvcache.pages import PageAllocator, page_key, root_key
 from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
 
 SPEC = CacheSpec(num_layers=2, num_kv_heads=3, head_dim=4, dtype=torch.float32)
@@ -50,6 +50,45 @@ def test_freeing_twice_is_our_mistake():
     pages.free(taken)
     with pytest.raises(AssertionError, match="freed twice"):
         pages.free(taken)
+
+
+def test_registered_pages_are_kept_until_their_memory_is_needed_the_end_of_a_chain_first():
+    pages = PageAllocator(6, 16)
+    chain = pages.allocate(3)
+    for page, key in zip(chain, (b"a", b"b", b"c"), strict=True):
+        pages.register(page, key)
+    pages.free(chain)
+    assert (pages.num_free, pages.num_empty, pages.find([b"a", b"b", b"c"])) == (5, 2, chain)
+    assert chain[0] not in pages.newly_free(), "poison must not reach what may be found"
+    pages.allocate(3)
+    assert pages.find([b"a", b"b", b"c"]) == chain[:2]
+    pages.hold(chain[:1])
+    pages.allocate(1)
+    assert pages.find([b"a", b"b"]) == chain[:1], "what somebody holds is not given away"
+    with pytest.raises(CapacityError, match="1 pages needed, 0 of 5 free"):
+        pages.allocate(1)
+
+
+def test_of_two_pages_with_the_same_tokens_the_first_is_found_and_the_other_is_emptied_when_it_is_freed():
+    pages = PageAllocator(4, 16)
+    one, other = pages.allocate(2)
+    pages.register(one, b"a")
+    pages.register(other, b"a")
+    assert pages.find([b"a"]) == [one]
+    pages.free([other])
+    assert pages.num_empty == 2
+    pages.reset()
+    assert pages.find([b"a"]) == []
+    pages.free([one])
+    assert pages.num_empty == 3
+
+
+def test_keys_stand_for_all_tokens_before_and_for_the_salt():
+    root = root_key(None, 0)
+    assert page_key(root, [1, 2]) == page_key(root, [1, 2])
+    others = [root_key("", 0), root_key("x", 0), root_key(None, 1), page_key(root, [1])]
+    assert len({page_key(before, [1, 2]) for before in [root, *others]}) == 5
+    assert page_key(root, [258]) != page_key(root, [1, 1])
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 1), (16, 1), (17, 2), (32, 2), (33, 3)])

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftloop.errors import RequestError
+from draftloop.request import SamplingParams
 from draftloop.scheduler.batch import Sequence, Stage, StepPlan
 from draftloop.scheduler.scheduler import Scheduler
-from helpers import make_request, make_scheduler
+from helpers import check_books, make_request, make_scheduler
 
 
 def shape(plan: StepPlan) -> tuple[list[tuple[str, int, int]], list[str]]:
@@ -91,14 +92,14 @@ def test_admission_waits_for_a_free_row():
     assert c.row == row
 
 
-def test_admission_waits_for_all_pages_that_a_request_can_need():
-    scheduler = make_scheduler(num_pages=6)
-    a, b = add(scheduler, make_request("a", 20, max_tokens=30), make_request("b", 20, max_tokens=13))
-    assert step(scheduler) == ([("a", 0, 20)], []), "4 of 5 pages are taken, 3 are needed"
-    assert len(a.pages) == 4
-    assert b.stage is Stage.WAITING
+def test_admission_waits_for_the_pages_of_prompt_and_first_block():
+    scheduler = make_scheduler(num_pages=6, num_drafts=3)
+    a, b = add(scheduler, make_request("a", 36, max_tokens=30), make_request("b", 28, max_tokens=13))
+    assert step(scheduler) == ([("a", 0, 32)], [])
+    assert len(a.pages) == 3, "36 tokens, one more, and two blocks of drafts ahead; not the 5 it may come to need"
+    assert b.stage is Stage.WAITING, "3 pages would leave none for the other to grow"
     scheduler.finish(a)
-    assert step(scheduler) == ([("b", 0, 20)], [])
+    assert step(scheduler) == ([("b", 0, 28)], [])
 
 
 def test_a_request_that_waits_is_not_overtaken():
@@ -108,12 +109,253 @@ def test_a_request_that_waits_is_not_overtaken():
     assert step(scheduler) == ([], ["a"])
 
 
+def emit(sequence: Sequence, count: int = 1) -> None:
+    """As if a step in flight had landed."""
+    sequence.output_ids += [7] * count
+    sequence.steps_in_flight -= 1
+
+
+def decode(scheduler: Scheduler, sequence: Sequence, count: int) -> None:
+    """Let it emit so many tokens, one by one."""
+    for _ in range(count):
+        emit(sequence)
+        step(scheduler)
+
+
 @pytest.mark.parametrize("num_drafts", [0, 3, 15])
-def test_pages_reach_past_the_end_for_drafts(num_drafts):
-    scheduler = make_scheduler(num_drafts=num_drafts)
-    (a,) = add(scheduler, make_request("a", 10, max_tokens=22))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pages_reach_past_all_that_steps_in_flight_may_emit(num_drafts, depth):
+    scheduler, block = make_scheduler(num_drafts=num_drafts, max_model_len=256), 1 + num_drafts
+    (a,) = add(scheduler, make_request("a", 10, max_tokens=100))
     step(scheduler)
-    assert len(a.pages) == -(-(32 + num_drafts) // 16)
+    for _ in range(40):
+        if a.steps_in_flight >= depth:
+            emit(a, min(block, a.max_total - a.num_tokens))
+        if a.num_tokens == a.max_total:
+            break
+        assert step(scheduler) == ([], ["a"])
+        longest = min(a.num_tokens + a.steps_in_flight * block, a.max_total)
+        assert len(a.pages) * 16 >= longest + num_drafts
+    assert len(a.pages) <= scheduler.pages_needed(a)
+
+
+def preempting(num_pages: int = 9) -> tuple[Scheduler, list[Sequence]]:
+    """Two requests of 40 tokens that decode, and may become 128: together more than there is."""
+    scheduler = make_scheduler(num_pages=num_pages, max_num_batched_tokens=128)
+    both = add(scheduler, *(make_request(name, 40, max_tokens=80) for name in "ab"))
+    step(scheduler)
+    return scheduler, both
+
+
+def test_who_came_last_is_preempted_when_pages_run_out_and_goes_on_first():
+    scheduler, (a, b) = preempting()
+    (c,) = add(scheduler, make_request("c", 3))
+    while b.stage is Stage.DECODE:
+        for sequence in scheduler.running:
+            if sequence.stage is Stage.DECODE and sequence.steps_in_flight:
+                emit(sequence)
+        plan = scheduler.plan()
+        scheduler.launched(plan)
+    assert (b.stage, b.pages, b.num_prefilled, b.num_preemptions) == (Stage.WAITING, [], 0, 1)
+    assert [s.request_id for s in plan.decodes] == ["a"], "and nobody takes its place in the same step"
+    assert scheduler.waiting[:1] == [b] or c.stage is not Stage.WAITING
+    said = len(b.output_ids)
+    scheduler.finish(a)
+    chunk = next(chunk for chunk in scheduler.plan().chunks if chunk.sequence is b)
+    assert (chunk.count, chunk.completes_prompt, chunk.emits) == (40 + said - 1, True, False)
+
+
+def test_nobody_is_preempted_while_something_is_in_flight():
+    scheduler, (a, b) = preempting()
+    a.output_ids, b.output_ids = [7] * 23, [7] * 23
+    a.steps_in_flight = b.steps_in_flight = 1
+    assert not scheduler.plan(settled=False), "it waits until that has landed"
+    assert scheduler.num_preemptions == 0
+    assert [s.request_id for s in scheduler.plan().decodes] == ["a"]
+    assert scheduler.num_preemptions == 1
+
+
+def test_pages_held_ahead_are_taken_back_before_anybody_is_preempted():
+    scheduler = make_scheduler(num_pages=17, max_model_len=256, max_num_batched_tokens=128)
+    a, b = add(scheduler, make_request("a", 40, max_tokens=200), make_request("b", 40, max_tokens=200))
+    step(scheduler)
+    for sequence in (a, b):
+        emit(sequence)
+    plan = scheduler.plan()
+    assert scheduler.reserve(plan, 64) > 1
+    held = len(a.pages)
+    a.num_mapped = held  # the device was told
+    b.output_ids = [7] * 120
+    assert scheduler.plan().decodes == (a, b)
+    assert (scheduler.num_preemptions, len(a.pages), len(b.pages)) == (0, 3, 11)
+    assert (a.num_mapped, a.num_stale) == (3, held), "and its table loses them"
+
+
+def test_a_loop_gets_pages_for_all_its_steps_or_makes_fewer():
+    scheduler = make_scheduler(num_pages=17, num_drafts=3, max_model_len=256, max_num_batched_tokens=128)
+    a, b = add(scheduler, make_request("a", 40, max_tokens=200), make_request("b", 40, max_tokens=200))
+    step(scheduler)
+    emit(a)
+    emit(b)
+    plan = scheduler.plan()
+    steps = scheduler.reserve(plan, 64)
+    assert 1 < steps < 64
+    for sequence in (a, b):
+        assert len(sequence.pages) * 16 >= sequence.num_tokens + steps * 4 + 3
+    assert scheduler.pages.num_free >= 0
+
+
+def test_lower_priority_is_served_later_and_loses_its_row_to_higher():
+    scheduler = make_scheduler(max_num_seqs=1)
+    (late,) = add(scheduler, make_request("late", 10, priority=1))
+    step(scheduler)
+    add(scheduler, make_request("b", 10, priority=1), make_request("first", 10))
+    assert [s.request_id for s in scheduler.waiting] == ["first", "b"]
+    assert scheduler.has_prompt_to_run(), "so that a device loop is interrupted"
+    assert not scheduler.plan(settled=False)
+    assert step(scheduler) == ([("first", 0, 10)], [])
+    assert late.num_preemptions == 1
+    assert [s.request_id for s in scheduler.waiting] == ["late", "b"], "it was there before"
+
+
+def test_a_stream_of_long_prompts_starves_nobody():
+    """Rows decode in every step, prompts of any length advance in every step, and in the order of arrival."""
+    scheduler = make_scheduler(max_num_batched_tokens=32, max_num_seqs=4, num_drafts=3)
+    (short,) = add(scheduler, make_request("short", 4, max_tokens=60))
+    step(scheduler)
+    order = []
+    for index in range(60):
+        if index % 4 == 0:
+            add(scheduler, make_request(f"long{index // 4}", 100, max_tokens=4))
+        if index == 6:
+            add(scheduler, make_request("late", 3, max_tokens=4))
+        plan = scheduler.plan()
+        assert short in plan.decodes
+        assert sum(chunk.count for chunk in plan.chunks) >= min(16, sum(s.num_prompt for s in scheduler.waiting) or 0)
+        scheduler.launched(plan)
+        for sequence in plan.decodes:
+            sequence.steps_in_flight = 0
+            if sequence is not short:
+                order.append(sequence.request_id)
+                scheduler.finish(sequence)
+    assert order[:4] == ["long0", "long1", "late", "long2"]
+
+
+# ---- prefixes -------------------------------------------------------------------------------
+
+
+def cached(**settings) -> Scheduler:
+    return make_scheduler(**{"prefix_caching": True, "max_num_batched_tokens": 128, **settings})
+
+
+def test_an_8_page_prompt_that_comes_again_runs_its_last_token_alone():
+    """B40: not a page is dropped, whatever drafts."""
+    scheduler = cached(max_model_len=256, max_num_batched_tokens=256)
+    a, b = make_request("a", 128), make_request("b", 128)
+    add(scheduler, a)
+    step(scheduler)
+    add(scheduler, b)
+    assert step(scheduler) == ([("b", 127, 1)], ["a"])
+    assert (a.num_cached, b.num_cached) == (0, 127)
+    assert a.pages[:7] == b.pages[:7]
+    assert a.pages[7] != b.pages[7], "its last position is the row's own: a drafter may keep the next token there"
+    scheduler.finish(a)
+    scheduler.finish(b)
+    (c,) = add(scheduler, make_request("c", 128))
+    plan = scheduler.plan()
+    assert c.pages[:8] == plan.chunks[0].sequence.pages[:8]
+    assert c.copied_page is None, "nobody else holds it, so that it need not be copied"
+    scheduler.launched(plan)
+    scheduler.finish(c)
+    assert scheduler.pages.num_free == scheduler.pages.capacity
+
+
+def test_the_page_that_is_copied_is_held_until_then():
+    scheduler = cached()
+    a, b = make_request("a", 40), make_request("b", 40)
+    add(scheduler, a)
+    step(scheduler)
+    add(scheduler, b)
+    plan = scheduler.plan()
+    assert (b.num_prefilled, b.copied_page) == (31, a.pages[1])
+    scheduler.finish(a)
+    assert scheduler.pages.num_holders(b.copied_page) == 1
+    scheduler.launched(plan)
+    assert b.copied_page is None
+    scheduler.abort(b)
+    assert scheduler.pages.num_free == scheduler.pages.capacity
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [({}, 31), ({"cache_salt": "x"}, 0), ({"params": SamplingParams(prompt_logprobs=0)}, 0)],
+    ids=["same", "other_salt", "prompt_logprobs"],
+)
+def test_what_is_found(changed, expected):
+    scheduler = cached()
+    a = make_request("a", 40)
+    add(scheduler, a)
+    step(scheduler)
+    b = make_request("b", 40)
+    for name, value in changed.items():
+        setattr(b, name, value)
+    add(scheduler, b)
+    step(scheduler)
+    assert b.num_cached == expected
+
+
+def test_answers_are_found_too_but_not_where_the_drafter_was_not_fed():
+    for fed, expected in ((True, 95), (False, 31)):
+        scheduler = cached()
+        a = make_request("a", 40, max_tokens=80)
+        add(scheduler, a)
+        step(scheduler)
+        scheduler.launched(scheduler.plan(), fed=fed)
+        decode(scheduler, a, 60)
+        scheduler.finish(a)
+        b = make_request("b", 40)
+        b.prompt_ids = a.token_ids
+        add(scheduler, b)
+        step(scheduler)
+        assert b.num_cached == expected
+
+
+def test_a_reset_while_requests_run_finds_nothing_from_before():
+    scheduler = cached()
+    a = make_request("a", 40, max_tokens=60)
+    add(scheduler, a)
+    step(scheduler)
+    scheduler.reset_prefix_cache()
+    decode(scheduler, a, 40)
+    scheduler.finish(a)
+    assert scheduler.pages.num_registered == 0
+    b = make_request("b", 40)
+    add(scheduler, b)
+    step(scheduler)
+    assert b.num_cached == 0
+    scheduler.finish(b)
+    assert scheduler.pages.num_registered == 2
+
+
+def test_what_a_request_with_bad_logits_computed_is_not_found():
+    scheduler = cached()
+    a = make_request("a", 40)
+    add(scheduler, a)
+    step(scheduler)
+    a.finish_reason = "error"
+    scheduler.finish(a)
+    assert scheduler.pages.num_registered == 0
+
+
+def test_a_preempted_request_finds_what_it_had():
+    scheduler = cached()
+    a = make_request("a", 40, max_tokens=60)
+    add(scheduler, a)
+    step(scheduler)
+    decode(scheduler, a, 30)
+    scheduler.preempt(a)
+    assert step(scheduler) == ([("a", 63, 6)], []), "of 70 tokens 4 pages are there; the last token decodes"
+    assert a.num_cached == 0, "that is told of a request's own prompt only"
 
 
 def test_finishing_frees_row_and_pages():
@@ -189,32 +431,35 @@ def test_a_request_that_the_cache_can_never_hold_is_refused_with_the_pages_it_ne
 @given(seed=st.integers(0, 10_000), num_drafts=st.sampled_from([0, 1, 4]), budget=st.integers(1, 40))
 def test_any_traffic_ends_with_everything_free(seed, num_drafts, budget):
     rng = random.Random(seed)
-    scheduler = make_scheduler(num_pages=20, num_drafts=num_drafts, max_num_batched_tokens=budget, max_prefill_rows=2)
+    scheduler = make_scheduler(
+        num_pages=12, num_drafts=num_drafts, max_num_batched_tokens=budget, max_prefill_rows=2, prefix_caching=True
+    )
     todo = [make_request(str(i), rng.randint(1, 60), max_tokens=rng.randint(1, 40)) for i in range(12)]
-    left = {request.request_id: rng.randint(1, 6) for request in todo}
-    prefilled: dict[str, int] = {}
-    for _ in range(2000):
+    for _ in range(4000):
         if todo and rng.random() < 0.5:
             scheduler.add(todo.pop())
         if scheduler.running and rng.random() < 0.05:
-            scheduler.abort(rng.choice(scheduler.running))
-        plan = scheduler.plan()
+            rng.choice([scheduler.abort, scheduler.preempt])(rng.choice(scheduler.running))
+        settled = rng.random() < 0.7
+        preemptions = scheduler.num_preemptions
+        plan = scheduler.plan(settled=settled)
+        assert settled or scheduler.num_preemptions == preemptions
         tokens = sum(chunk.count for chunk in plan.chunks)
         assert tokens <= max(budget - len(plan.decodes) * (1 + num_drafts), 1)
         assert len(plan.chunks) <= 2
-        rows = [sequence.row for sequence in scheduler.running]
-        assert len(set(rows)) == len(rows) <= 4
-        pages = [page for sequence in scheduler.running for page in sequence.pages]
-        assert len(set(pages)) == len(pages)
+        check_books(scheduler, num_rows=4)
         for chunk in plan.chunks:
-            assert chunk.start == prefilled.get(chunk.sequence.request_id, 0)
-            prefilled[chunk.sequence.request_id] = chunk.end
+            assert chunk.start == chunk.sequence.num_prefilled
+            assert chunk.end <= len(chunk.sequence.pages) * 16
         scheduler.launched(plan)
-        for sequence in plan.decodes:
-            left[sequence.request_id] -= 1
-            if left[sequence.request_id] == 0:
+        landed = [s for s in scheduler.running if s.steps_in_flight and (settled or rng.random() < 0.8)]
+        for sequence in landed:
+            room = sequence.max_total - sequence.num_tokens
+            sequence.output_ids += [3] * min(rng.randint(1, 1 + num_drafts) * sequence.steps_in_flight, room)
+            sequence.steps_in_flight = 0
+            if sequence.num_tokens == sequence.max_total:
                 scheduler.finish(sequence)
         if scheduler.idle and not todo:
             break
     assert scheduler.idle
-    assert scheduler.pages.num_free == 19
+    assert scheduler.pages.num_free == 11

@@ -55,6 +55,8 @@ class EngineConfig:
     """Share of the GPU's memory to use, in (0, 1]."""
     kv_cache_memory_bytes: int | None = None
     """Bytes for the cache pages, instead of what memory allows."""
+    enable_prefix_caching: bool | None = None
+    """Compute a beginning that prompts share once; left out, on unless the drafter cannot."""
     enforce_eager: bool = False
     """Capture nothing; same as --cudagraph-mode NONE."""
     cudagraph_mode: CudagraphMode = "auto"

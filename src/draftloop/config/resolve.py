@@ -33,6 +33,8 @@ class Facts:
     """K, 0 without speculation."""
     host_drafter: bool = False
     """The drafter needs the accepted tokens on the host before it can draft."""
+    drafter_reuses_prefixes: bool = True
+    """The drafter drafts as well behind tokens whose state was found as behind tokens that ran."""
     waiting_attention: bool = False
     """The attention backend waits for the device in every pass."""
 
@@ -66,6 +68,8 @@ class Resolved:
     """Verify, accept and draft are one graph."""
     device_loop: int
     """Decoding steps that the device may repeat by itself; 0: none."""
+    prefix_caching: bool
+    """Requests take over what earlier ones computed of the same tokens."""
     pipeline_depth: int
     """Steps in flight: 2 plans the next while one runs, 1 waits for each."""
     require_graphs: bool
@@ -106,6 +110,7 @@ class _Resolver:
             token_buckets=token_ladder(budget),
             iteration_graph=iteration_graph,
             device_loop=self.device_loop(device, graph_mode, iteration_graph),
+            prefix_caching=self.prefix_caching(),
             pipeline_depth=self.pipeline_depth(device),
             require_graphs=self.config.require_graphs,
             choices=tuple(self.choices),
@@ -223,6 +228,16 @@ class _Resolver:
                 why = "iteration_graph is off"
             raise ConfigError(f"device_loop is {asked}, but {why}, and it repeats iteration graphs; leave one out")
         return int(asked)
+
+    def prefix_caching(self) -> bool:
+        asked, able = self.config.enable_prefix_caching, self.facts.drafter_reuses_prefixes
+        if asked and not able:
+            raise ConfigError(
+                "enable_prefix_caching is set, but this drafter needs every token of a prompt to run; leave it out"
+            )
+        if asked is None and not able:
+            return self.choose("enable_prefix_caching", False, "this drafter needs every token of a prompt to run")
+        return asked is not False
 
     def pipeline_depth(self, device: str) -> int:
         asked, host = self.config.async_scheduling, self.facts.host_drafter

@@ -135,6 +135,10 @@ class Drafter(ABC):
     """`observe` is called with the target's states of each step's tokens."""
     in_parallel: ClassVar[str | None] = None
     """The method that `parallel_drafting` makes of this one."""
+    reuses_prefixes: ClassVar[bool] = False
+    """It drafts as well where only the last tokens of a prompt run, since those before them are in its caches from
+    an earlier request. Caches are pages, and `prompt` rounds leave nothing elsewhere that depends on more than
+    their last token. Where it is False every prompt runs whole."""
     forced_acceptance: ClassVar[bool] = False
     """Its drafts mean nothing; acceptance is by coin (benchmarks)."""
 
@@ -163,6 +167,11 @@ class Drafter(ABC):
     def needs_host(cls, spec: SpeculativeConfig) -> bool:
         """It, or one of those that it asks, is `on_host`."""
         return cls.on_host
+
+    @classmethod
+    def can_reuse_prefixes(cls, spec: SpeculativeConfig) -> bool:
+        """It, and all of those that it asks, `reuses_prefixes`."""
+        return cls.reuses_prefixes
 
     @classmethod
     def overhang(cls, spec: SpeculativeConfig) -> int:

@@ -93,6 +93,10 @@ class CascadeDrafter(Drafter):
         return any(drafter_class(part).needs_host(part) for part in _parts(spec))
 
     @classmethod
+    def can_reuse_prefixes(cls, spec: SpeculativeConfig) -> bool:
+        return all(drafter_class(part).can_reuse_prefixes(part) for part in _parts(spec))
+
+    @classmethod
     def overhang(cls, spec: SpeculativeConfig) -> int:
         return max(drafter_class(part).overhang(part) for part in _parts(spec))
 

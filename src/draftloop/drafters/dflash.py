@@ -65,6 +65,7 @@ class BlockDrafter(Drafter):
         }
     )
     samples = True
+    reuses_prefixes = True
 
     model: DFlashModel
 

@@ -44,6 +44,7 @@ class DraftModelDrafter(Drafter):
         {"model", "revision", "draft_sample_method", "attention_backend", "load_format", "quantization"}
     )
     samples = True
+    reuses_prefixes = True
     in_parallel = "pard"
 
     model: Decoder

@@ -41,6 +41,7 @@ class Gemma4MtpDrafter(Drafter):
         {"model", "revision", "draft_sample_method", "attention_backend", "max_model_len", "gemma4_position"}
     )
     samples = True
+    reuses_prefixes = True
     aux_layers = (FINAL_HIDDEN,)
 
     assistant: Gemma4Assistant

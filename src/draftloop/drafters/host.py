@@ -18,6 +18,7 @@ class HostDrafter(Drafter):
     """Looks at each row's tokens and names what comes next; nothing else is on the device than what it said."""
 
     on_host = True
+    reuses_prefixes = True
 
     @abstractmethod
     def draft(self, row: HostRow) -> Sequence[int]:

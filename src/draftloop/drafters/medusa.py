@@ -102,6 +102,7 @@ class MedusaDrafter(Drafter):
     name = "medusa"
     options = frozenset({"model", "revision", "draft_sample_method", "load_format"})
     samples = True
+    reuses_prefixes = True
     aux_layers = (FINAL_HIDDEN,)
 
     heads: MedusaHeads

@@ -56,6 +56,7 @@ class NgramDrafter(Drafter):
 
     name = "ngram"
     options = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
+    reuses_prefixes = True
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)

@@ -100,6 +100,7 @@ class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
     """Everything but which head it is, and where that comes from."""
 
     samples = True
+    reuses_prefixes = True
 
     config: ConfigT
     head: HeadT

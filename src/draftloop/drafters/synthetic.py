@@ -20,6 +20,7 @@ class SyntheticDrafter(Drafter):
 
     name = "synthetic"
     forced_acceptance = True
+    reuses_prefixes = True
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)

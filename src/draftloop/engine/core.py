@@ -17,9 +17,7 @@ from draftloop.errors import RequestError
 from draftloop.request import SamplingParams
 from draftloop.sampling.grammar import GrammarCompiler
 from draftloop.scheduler.batch import Sequence, Stage, StepPlan
-from draftloop.scheduler.scheduler import Scheduler
-
-NOTHING = StepPlan(chunks=(), decodes=())
+from draftloop.scheduler.scheduler import NOTHING, Scheduler
 
 
 class EngineCore:
@@ -69,8 +67,12 @@ class EngineCore:
         *,
         speculation: bool = True,
         traced: bool = False,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Sequence:
         """Queue a request. `traced`: its `Sequence.sources` say where each token came from.
+
+        Lower `priority` is served first. Cached prefixes are shared within one `cache_salt`.
 
         Raises RequestError for an id in use, an empty or too long prompt, ids outside of the
         vocabulary, parameters that this engine cannot serve, or a request that the cache could never hold.
@@ -89,6 +91,8 @@ class EngineCore:
             speculation=max_drafts > 0,
             max_drafts=max_drafts,
             traced=traced,
+            priority=priority,
+            cache_salt=cache_salt,
             bad_words=self.checker.bad_words(params),
             grammar=self.grammars.follow(params.structured_outputs) if params.structured_outputs else None,
         )
@@ -110,6 +114,18 @@ class EngineCore:
             self.scheduler.abort(sequence)
             self._interrupt()
 
+    def preempt(self, request_id: str) -> None:
+        """Take its row from a running request; it goes on, as if nothing had been, once there is room."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.stage in (Stage.PREFILL, Stage.DECODE):
+            self.scheduler.preempt(sequence)
+            self._interrupt()
+
+    def reset_prefix_cache(self) -> bool:
+        """Find nothing again that was computed before now. What runs is not disturbed. Returns True: it always can."""
+        self.scheduler.reset_prefix_cache()
+        return True
+
     def text(self, request_id: str) -> str:
         """What a running request has said so far; it never ends in half a character."""
         return self._texts[request_id].text
@@ -129,12 +145,15 @@ class EngineCore:
         plan = self._next_plan()
         now = time.perf_counter()
         for chunk in plan.chunks:
-            if chunk.start == 0:
+            if not chunk.sequence.started:
                 chunk.sequence.started = now
-                self.stats.prompt_tokens += chunk.sequence.num_prompt
+                self.stats.count_prompt(chunk.sequence)
         if plan:
-            self._in_flight.append(self.worker.launch(plan))
-            self.scheduler.launched(plan)
+            most = self.worker.steps_at_once(plan)
+            num_steps = self.scheduler.reserve(plan, most) if most > 1 else 1
+            flight = self.worker.launch(plan, num_steps)
+            self._in_flight.append(flight)
+            self.scheduler.launched(plan, num_steps=num_steps, fed=flight.feeds_drafter)
         if self._in_flight and (not plan or self._in_flight[-1].repeats or len(self._in_flight) >= self.pipeline_depth):
             return [*failed, *self._commit_oldest()]
         if not plan and not failed:
@@ -168,23 +187,27 @@ class EngineCore:
 
     def _next_plan(self) -> StepPlan:
         """What to launch now. Nothing while the device repeats decoding by itself; prompts end that."""
-        plan = self.scheduler.plan()
-        if self._in_flight and self._in_flight[-1].repeats:
-            if not plan.chunks:
+        is_looping = bool(self._in_flight) and self._in_flight[-1].repeats
+        if is_looping:
+            if not self.scheduler.has_prompt_to_run():
                 return NOTHING
             self._in_flight[-1].interrupt()
-        if self._in_flight and any(sequence.grammar is not None for sequence in plan.decodes):
+        if len(self._in_flight) >= self.pipeline_depth:
+            return NOTHING
+        if self._in_flight and any(s.grammar is not None and s.stage is Stage.DECODE for s in self.scheduler.running):
             return NOTHING  # the masks of a step follow from the tokens of the last one
-        return plan if len(self._in_flight) < self.pipeline_depth else NOTHING
+        plan = self.scheduler.plan(settled=not self._in_flight)
+        return plan if plan.chunks or not is_looping else NOTHING  # the loop has decoded for this plan already
 
     def _commit_oldest(self) -> list[tuple[Sequence, str]]:
         flight = self._in_flight[0]
         try:
             emitted = flight.wait()
         finally:
+            self.scheduler.landed(*flight.land())
             if flight.ended:
                 self._in_flight.popleft()
-        return self._commit(flight.plan, emitted)
+        return self._commit(flight, emitted)
 
     def _interrupt(self) -> None:
         """A request has ended that a loop in flight, if there is one, goes on with."""
@@ -197,17 +220,18 @@ class EngineCore:
             self._in_flight.popleft().drop()
         self.grammars.close()
 
-    def _commit(self, plan: StepPlan, emitted: Emitted) -> list[tuple[Sequence, str]]:
-        """Apply what a step emitted. Rows that ended while it was in flight are passed over."""
+    def _commit(self, flight: InFlight, emitted: Emitted) -> list[tuple[Sequence, str]]:
+        """Apply what a step emitted. Requests that ended or were preempted while it was in flight are passed over."""
+        plan = flight.plan
         if emitted.has_drafts is not None:
             for sequence in self.scheduler.running:
                 sequence.has_drafts = emitted.has_drafts[sequence.row]
         changed = []
-        observed = observed_chunks(plan, emitted)  # before first tokens end some of these requests
-        self._report_prompts(plan, emitted)
-        ending = [(at, chunk.sequence) for at, chunk in enumerate(plan.chunks) if chunk.completes_prompt]
+        observed = observed_chunks(flight, emitted)  # before first tokens end some of these requests
+        self._report_prompts(flight, emitted)
+        ending = [(at, chunk.sequence) for at, chunk in enumerate(plan.chunks) if chunk.emits]
         for (at, sequence), token in zip(ending, emitted.first_tokens, strict=True):
-            if sequence.stage is not Stage.FINISHED:
+            if flight.still_runs(sequence):
                 sequence.first_token = time.perf_counter()
                 report = emitted.first_logprobs
                 tokens = [token] if token >= 0 else []
@@ -219,7 +243,7 @@ class EngineCore:
             plan.decodes, emitted.tokens, emitted.num_accepted, emitted.num_drafted, emitted.drafted_by, strict=True
         )
         for index, (sequence, tokens, num_accepted, num_drafted, drafted_by) in enumerate(rows):
-            if sequence.stage is not Stage.FINISHED:
+            if flight.still_runs(sequence):
                 known = len(sequence.output_ids)
                 report = emitted.logprobs
                 self._report(sequence, tokens, report and (report[0][index], report[1][index]))
@@ -238,16 +262,18 @@ class EngineCore:
             self.worker.drafter.observe(observed)
         return changed
 
-    def _report_prompts(self, plan: StepPlan, emitted: Emitted) -> None:
+    def _report_prompts(self, flight: InFlight, emitted: Emitted) -> None:
         """Logprobs of the prompt tokens that stand behind those of this step."""
         if emitted.prompt_logprobs is None:
             return
         ids_TP, values_TP = emitted.prompt_logprobs
         start = 0
-        for chunk in plan.chunks:
+        for chunk in flight.plan.chunks:
             sequence, num_top = chunk.sequence, chunk.sequence.params.prompt_logprobs
-            if num_top is not None and sequence.stage is not Stage.FINISHED:
-                for at, token in enumerate(sequence.prompt_ids[chunk.start + 1 : chunk.end + 1], start):
+            if num_top is not None and flight.still_runs(sequence):
+                known = len(sequence.prompt_logprobs)  # some may be from before a preemption
+                for position in range(max(known, chunk.start + 1), min(chunk.end + 1, sequence.num_prompt)):
+                    at, token = start + position - chunk.start - 1, sequence.prompt_ids[position]
                     sequence.prompt_logprobs.append(self._reader.read(token, ids_TP[at], values_TP[at], num_top))
             start += chunk.count
 

@@ -28,11 +28,12 @@ class DeviceLoop:
         alone = plan.rows_across_ranks is None
         return alone and not plan.chunks and self.table.repeats(iteration, len(plan.decodes))
 
-    def launch(self, iteration: str, plan: StepPlan) -> LoopInFlight:
+    def launch(self, iteration: str, plan: StepPlan, num_steps: int) -> LoopInFlight:
+        """Repeat a plan's step up to `num_steps` times; its rows have the pages for that."""
         for sequence in plan.decodes:
             sequence.has_drafts = True  # for all that the host will know when the loop ends
-        self.ring.begin(self.max_iterations)
-        return LoopInFlight(plan, self.table.launch_loop(iteration, len(plan.decodes)))
+        self.ring.begin(num_steps)
+        return LoopInFlight(plan, self.table.launch_loop(iteration, len(plan.decodes)), num_steps)
 
 
 def make_device_loop(

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftloop.engine.target import OUTCOME_COUNTS
 from draftloop.graphs.loop import Loop
 from draftloop.graphs.ring import Stop
-from draftloop.scheduler.batch import StepPlan
+from draftloop.scheduler.batch import Sequence, Stage, StepPlan
 
 Report = tuple[Tensor, Tensor]
 """Ranks and ids, and logprobs; see `sampling.logprobs.token_logprobs`."""
@@ -23,7 +23,7 @@ class Emitted:
     """What one step emitted, on the host."""
 
     first_tokens: list[int]
-    """One per chunk that completed its prompt, in order."""
+    """One per chunk that emits, in order."""
     tokens: list[list[int]]
     """Per decoding row."""
     num_accepted: list[int]
@@ -54,10 +54,26 @@ class InFlight(ABC):
     repeats: ClassVar[bool] = False
     """It makes step after step by itself until something ends it."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, num_steps: int = 1) -> None:
         self.plan = plan
         self.ended = False
         """Nothing more will come of it."""
+        self.steps_left = num_steps
+        """Steps that it may still make."""
+        self.feeds_drafter = True
+        """The drafter's caches get what the target's get."""
+        self._preemptions = {s: s.num_preemptions for s in (*(c.sequence for c in plan.chunks), *plan.decodes)}
+
+    def still_runs(self, sequence: Sequence) -> bool:
+        """Its results count: since it was launched the request has neither ended nor lost its row."""
+        return sequence.stage is not Stage.FINISHED and sequence.num_preemptions == self._preemptions[sequence]
+
+    def land(self) -> tuple[list[Sequence], int]:
+        """Who still waited for the step that has just come back, and how many steps it settles: at the end all."""
+        num_steps = self.steps_left if self.ended else 1
+        self.steps_left -= num_steps
+        waited = [*(chunk.sequence for chunk in self.plan.chunks if chunk.emits), *self.plan.decodes]
+        return [sequence for sequence in waited if self.still_runs(sequence)], num_steps
 
     @abstractmethod
     def wait(self) -> Emitted:
@@ -97,7 +113,7 @@ class StepInFlight(InFlight):
         prompt_hidden, hidden = (self._copies.pop(name, None) for name in ("prompt_hidden", "hidden"))
         logprobs, first, prompt = (self._report(name) for name in ("", "first_", "prompt_"))
         lists = {name: value.tolist() for name, value in self._copies.items()}
-        ending = [i for i, chunk in enumerate(self.plan.chunks) if chunk.completes_prompt]
+        ending = [i for i, chunk in enumerate(self.plan.chunks) if chunk.emits]
         return _emitted(
             lists.get("outcome", []),
             first_tokens=[lists["first_token"][i][0] for i in ending],
@@ -120,8 +136,8 @@ class LoopInFlight(InFlight):
 
     repeats = True
 
-    def __init__(self, plan: StepPlan, loop: Loop) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: StepPlan, loop: Loop, num_steps: int) -> None:
+        super().__init__(plan, num_steps)
         self._loop = loop
 
     def wait(self) -> Emitted:

@@ -5,21 +5,22 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftloop.drafters.base import Observed
-from draftloop.engine.flight import Emitted
-from draftloop.scheduler.batch import Sequence, Stage, StepPlan
+from draftloop.engine.flight import Emitted, InFlight
+from draftloop.scheduler.batch import Sequence
 
 
-def observed_chunks(plan: StepPlan, emitted: Emitted) -> list[Observed]:
-    """Prompt tokens of the step, but for requests that ended while it ran."""
+def observed_chunks(flight: InFlight, emitted: Emitted) -> list[Observed]:
+    """Prompt tokens of the step, but for requests that ended while it ran, and what was seen before a preemption."""
     found: list[Observed] = []
     if emitted.prompt_hidden is None:
         return found
     start = 0
-    for chunk in plan.chunks:
+    for chunk in flight.plan.chunks:
         sequence, end = chunk.sequence, start + chunk.count
-        if sequence.stage is not Stage.FINISHED:
-            ids = sequence.prompt_ids[chunk.start : chunk.end]
-            found.append(_observed(sequence, chunk.start, ids, emitted.prompt_hidden[start:end]))
+        seen = max(sequence.num_observed - chunk.start, 0)
+        if seen < chunk.count and flight.still_runs(sequence):
+            ids = sequence.token_ids[chunk.start + seen : chunk.end]
+            found.append(_observed(sequence, chunk.start + seen, ids, emitted.prompt_hidden[start + seen : end]))
         start = end
     return found
 
@@ -37,6 +38,7 @@ def observed_block(sequence: Sequence, num_known: int, hidden_QC: Tensor) -> Obs
 
 
 def _observed(sequence: Sequence, first: int, ids: list[int], hidden_TC: Tensor) -> Observed:
+    sequence.num_observed = first + len(ids)
     return Observed(
         number=sequence.number,
         request_id=sequence.request_id,

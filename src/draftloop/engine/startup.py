@@ -99,6 +99,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             model_dtype=model_config.dtype,
             num_speculative_tokens=drafter_type.count_drafts(spec) if drafter_type and spec else 0,
             host_drafter=drafter_type.needs_host(spec) if drafter_type and spec else False,
+            drafter_reuses_prefixes=drafter_type.can_reuse_prefixes(spec) if drafter_type and spec else True,
             waiting_attention=attention_backend(config.attention_backend, "cuda").waits,
         ),
     )
@@ -230,11 +231,13 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             max_prefill_rows=resolved.max_prefill_rows,
             max_model_len=resolved.max_model_len,
             num_drafts=num_drafts,
+            prefix_caching=resolved.prefix_caching,
         ),
         Worker(
             table,
             state,
             drafter,
+            pool,
             seed=config.seed,
             overlaps=resolved.pipeline_depth > 1,
             loop=loop,

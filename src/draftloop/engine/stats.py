@@ -28,6 +28,8 @@ class EngineStats:
     """By name, in their order."""
     generated_tokens: int = 0
     prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    """Those of `prompt_tokens` whose state was found in the prefix cache."""
     num_spec_steps: int = 0
     num_steps_without_drafts: int = 0
     """Steps of speculating rows for which nothing was drafted."""
@@ -41,6 +43,11 @@ class EngineStats:
     def __post_init__(self) -> None:
         self.histogram = [0] * (self.num_drafts + 1)
         self.by_drafter = [DrafterStats() for _ in self.drafters] if len(self.drafters) > 1 else []
+
+    def count_prompt(self, sequence: Sequence) -> None:
+        """Count a request that starts."""
+        self.prompt_tokens += sequence.num_prompt
+        self.num_cached_prompt_tokens += sequence.num_cached or 0
 
     def count_step(self, sequence: Sequence, *, num_drafted: int, num_accepted: int, drafted_by: int = 0) -> None:
         """Count one verified row. `num_accepted` drafts were delivered."""

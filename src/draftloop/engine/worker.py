@@ -16,6 +16,7 @@ from draftloop.engine.iteration import iteration_name
 from draftloop.engine.logprobs import logprobs_name
 from draftloop.engine.target import accept_name, prefill_name, verify_name
 from draftloop.graphs.table import GraphTable
+from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import MAX_STOP_IDS, NO_DRAFT, NO_STOP, NULL_PAGE, RowState
 from draftloop.sampling.logits_processors import LogitsProcessor
 from draftloop.sampling.sampler import SamplingKind, request_seed
@@ -30,6 +31,7 @@ class Worker:
         table: GraphTable,
         state: RowState,
         drafter: Drafter | None,
+        pool: CachePool,
         *,
         seed: int,
         overlaps: bool,
@@ -38,7 +40,8 @@ class Worker:
     ) -> None:
         """`overlaps`: the next step is launched before this one's results are known."""
         self.table, self.state, self.drafter, self.loop = table, state, drafter, loop
-        self.processors = processors
+        self.processors, self.pool = processors, pool
+        self._drafter_has_caches = drafter is not None and bool(drafter.cache_specs())
         self.seed, self.overlaps = seed, overlaps
         self.device = state.num_tokens_M.device
         self.num_drafts = drafter.num_drafts if drafter else 0
@@ -48,17 +51,20 @@ class Worker:
         self._constrained_rows: set[int] = set()
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a row its request: prompt, pages, limits and parameters."""
+        """Give a row its request: tokens, pages, limits and parameters."""
         state, row, params = self.state, sequence.row, sequence.params
-        prompt = torch.tensor(sequence.prompt_ids, dtype=torch.int32)
+        tokens = torch.tensor(sequence.token_ids, dtype=torch.int32)
         pages = torch.full((state.page_table_MN.shape[1],), NULL_PAGE, dtype=torch.int32)
         pages[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
-        state.tokens_ML[row, : prompt.shape[0]].copy_(self._stage(prompt), non_blocking=True)
+        state.tokens_ML[row, : tokens.shape[0]].copy_(self._stage(tokens), non_blocking=True)
         state.page_table_MN[row].copy_(self._stage(pages), non_blocking=True)
+        sequence.num_mapped, sequence.num_stale = len(sequence.pages), 0
+        if sequence.copied_page is not None:
+            self.pool.copy_page(sequence.copied_page, sequence.pages[sequence.num_prefilled // self.pool.page_size])
         state.stop_ids_MS[row].copy_(self._stage(_stop_ids(sequence)), non_blocking=True)
         state.drafts_MK[row].fill_(NO_DRAFT)
         for column, value in (
-            (state.num_tokens_M, sequence.num_prompt),
+            (state.num_tokens_M, sequence.num_tokens),
             (state.max_tokens_M, sequence.max_total),
             (state.num_drafted_M, 0),
             (state.draft_limit_M, sequence.max_drafts),
@@ -94,16 +100,22 @@ class Worker:
             self._constrained_rows.remove(row)
             rules.clear(row)
 
+    def steps_at_once(self, plan: StepPlan) -> int:
+        """Steps that the device could make of this plan by itself; 1: it cannot repeat it."""
+        stepwise = any(sequence.stepwise or sequence.traced for sequence in plan.decodes)
+        if self.loop is None or stepwise or self._num_drafts(plan) != self.num_drafts:
+            return 1
+        return self.loop.max_iterations if self.loop.covers(self._iteration(plan), plan) else 1
+
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> InFlight:
+    def launch(self, plan: StepPlan, num_steps: int = 1) -> InFlight:
         """Run a step, or a loop of steps. Nothing here waits for the device."""
         self.table.recorder.order_after_loop()
-        kind = SamplingKind.of(sequence.params for sequence in plan.decodes)
-        whole = iteration_name(kind)
-        stepwise = any(sequence.stepwise or sequence.traced for sequence in plan.decodes)
-        if self.loop and not stepwise and self._num_drafts(plan) == self.num_drafts and self.loop.covers(whole, plan):
+        self._map_pages(plan.decodes)
+        if num_steps > 1:
+            assert self.loop is not None
             self._write_rows([sequence.row for sequence in plan.decodes])
-            return self.loop.launch(whole, plan)
+            return self.loop.launch(self._iteration(plan), plan, num_steps)
         flight = StepInFlight(plan, self.device)
         if plan.chunks:
             self._run_prompts(plan.chunks, flight)
@@ -114,9 +126,31 @@ class Worker:
         flight.launched()
         return flight
 
+    def _iteration(self, plan: StepPlan) -> str:
+        return iteration_name(SamplingKind.of(sequence.params for sequence in plan.decodes))
+
+    def _map_pages(self, sequences: Many[Sequence]) -> None:
+        """Tell the device of pages that rows got, and of those that they lost, since the last step."""
+        table_MN = self.state.page_table_MN
+        places: list[int] = []
+        pages: list[int] = []
+        for sequence in sequences:
+            first = sequence.num_mapped
+            if first == len(sequence.pages) and sequence.num_stale <= first:
+                continue
+            new = sequence.pages[first:]
+            new += [NULL_PAGE] * (sequence.num_stale - first - len(new))
+            start = sequence.row * table_MN.shape[1] + first
+            places += range(start, start + len(new))
+            pages += new
+            sequence.num_mapped, sequence.num_stale = len(sequence.pages), 0
+        if places:
+            both_2X = self._stage(torch.tensor([places, pages])).to(self.device, non_blocking=True)
+            table_MN.view(-1).index_copy_(0, both_2X[0], both_2X[1].int())
+
     def _run_prompts(self, chunks: Many[Chunk], flight: StepInFlight) -> None:
         for chunk in chunks:
-            if chunk.start == 0:
+            if not chunk.sequence.num_mapped:
                 self.admit(chunk.sequence)
         rows = [chunk.sequence.row for chunk in chunks]
         bounds = [0]
@@ -127,7 +161,7 @@ class Worker:
         self._write("query_starts", bounds)
         self._write("kv_lens", [chunk.end for chunk in chunks])
         run = self.table.run
-        report = any(chunk.sequence.params.prompt_logprobs is not None for chunk in chunks)
+        report = any(chunk.sequence.reports_prompt for chunk in chunks)
         outputs = run(prefill_name(report=report), num_rows, tokens=num_tokens)
         if report:
             flight.copy("prompt_logprob_ids", outputs["prompt_logprob_ids"])
@@ -135,13 +169,14 @@ class Worker:
         if self.observes:
             flight.copy("prompt_hidden", outputs["aux_hidden"])
         ending = [chunk.sequence for chunk in chunks if chunk.completes_prompt]
+        emitting = [chunk.sequence for chunk in chunks if chunk.emits]
         kind = SamplingKind.of(sequence.params for sequence in ending)
-        if ending:
+        if emitting:
             padding = self.state.padding_row
-            self._write("ending_rows", [c.sequence.row if c.completes_prompt else padding for c in chunks])
+            self._write("ending_rows", [c.sequence.row if c.emits else padding for c in chunks])
             outputs = run(accept_name("accept.prompt", kind), num_rows)
             flight.copy("first_token", outputs["first_token"])
-            if any(sequence.params.logprobs is not None for sequence in ending):
+            if any(sequence.params.logprobs is not None for sequence in emitting):
                 outputs = run("logprobs.first", num_rows)
                 flight.copy("first_logprob_ids", outputs["first_logprob_ids"])
                 flight.copy("first_logprobs", outputs["first_logprobs"])
@@ -185,9 +220,12 @@ class Worker:
             outputs = run(logprobs_name(num_drafts), num_rows)
             flight.copy("logprob_ids", outputs["logprob_ids"].unflatten(0, (num_rows, 1 + num_drafts)))
             flight.copy("logprobs", outputs["logprobs"].unflatten(0, (num_rows, 1 + num_drafts)))
+        after = ()
         if any(s.speculation for s in sequences):
-            for phase in rounds.next if num_drafts or rounds.plain is None else rounds.plain:
-                run(phase, num_rows)
+            after = rounds.next if num_drafts or rounds.plain is None else rounds.plain
+        for phase in after:
+            run(phase, num_rows)
+        flight.feeds_drafter = after == rounds.next or not self._drafter_has_caches
 
     def _copy_drafts(self, sequences: Many[Sequence], num_drafts: int, flight: StepInFlight) -> None:
         """For rows that are traced: what is about to be verified, which the step overwrites."""

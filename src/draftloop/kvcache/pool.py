@@ -45,6 +45,11 @@ class CachePool:
     def nbytes(self) -> int:
         return sum(cache.nbytes for cache in self.caches)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Fill a page with what another one holds, in all caches. Nothing waits for it."""
+        for cache in self.caches:
+            cache[:, :, target].copy_(cache[:, :, source])
+
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages that belong to nobody, and the null page, with NaN, so that reading them shows."""
         for cache in self.caches:

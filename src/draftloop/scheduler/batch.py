@@ -56,16 +56,41 @@ class Sequence:
     grammar: Grammar | None = None
     bad_words: list[list[int]] = field(default_factory=list)
     """Token ids of `params.bad_words`, in every way that they can begin."""
+    priority: int = 0
+    """Lower is served first; equal ones in the order in which they came."""
+    cache_salt: str | None = None
+    """It shares cached prefixes with requests of the same salt only."""
 
     max_total: int = 0
     """Prompt and output together never exceed this many tokens."""
     stage: Stage = Stage.WAITING
     row: int = -1
     pages: list[int] = field(default_factory=list)
+    num_mapped: int = 0
+    """How many of them the device's page table has."""
+    num_stale: int = 0
+    """Behind those, entries of that table which the row has lost."""
+    copied_page: int | None = None
+    """Held until the device has copied it to the row's own page at this place, `num_prefilled`: the last one found."""
+    page_keys: list[bytes] = field(default_factory=list)
+    """What its full pages are registered under, as far as that has been asked."""
+    generation: int = 0
+    """Of the prefix cache, when it was admitted."""
+    num_registered: int = 0
+    """Leading pages that need not be registered any more."""
+    is_fed: bool = True
+    """The drafter's caches have all that the target's have."""
+    steps_in_flight: int = 0
+    """Decoding steps that were launched for it and whose tokens are not known."""
+    num_preemptions: int = 0
     has_drafts: bool = True
     """False if it is known that nothing was drafted for the next step."""
     num_prefilled: int = 0
-    """Prompt tokens handed to the device so far."""
+    """Leading tokens whose state is on the device, or on its way there."""
+    num_cached: int | None = None
+    """Prompt tokens whose state was found when it was first admitted; None before."""
+    num_observed: int = 0
+    """Tokens whose states a drafter that observes was given."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     """One for each of `output_ids`, where asked for."""
@@ -92,6 +117,30 @@ class Sequence:
         return len(self.prompt_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Of prompt and output, as far as known."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Leading tokens that must run before it decodes. Of a preempted request the last token is the bonus token."""
+        return self.num_tokens - bool(self.output_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first; the last is preempted first."""
+        return self.priority, self.number
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Logprobs of prompt tokens are still missing, so all of them have to run."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids)
+
+    @property
     def ending_ids(self) -> list[int]:
         """Tokens that end the request, each once."""
         return list(dict.fromkeys([*self.eos_ids, *self.params.stop_token_ids]))
@@ -104,19 +153,19 @@ class Sequence:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Part of a prompt that runs in one step."""
+    """Part of a prompt that runs in one step; of a preempted request what it had said counts as prompt."""
 
     sequence: Sequence
     start: int
     count: int
+    completes_prompt: bool
+    """The row decodes from the next step on."""
+    emits: bool
+    """A token follows from it. None does where a preempted request goes on: that token is known."""
 
     @property
     def end(self) -> int:
         return self.start + self.count
-
-    @property
-    def completes_prompt(self) -> bool:
-        return self.end == self.sequence.num_prompt
 
 
 @dataclass(frozen=True, kw_only=True)

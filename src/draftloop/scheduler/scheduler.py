@@ -1,20 +1,30 @@
 """Who runs next: rows, pages and the token budget. Plain data, no tensors.
 
-A request is admitted when a row and all pages that it can ever need are free, so a running
-request never waits for memory and nothing is preempted.
+A request is admitted when a row is free and the pages for its prompt and the first block of drafts are. It gets
+more while it grows, always ahead of what the steps in flight may reach, so that nobody waits for the device. Where
+pages run out, the request that should come last is preempted: it waits again, and what it has said becomes part of
+its prompt.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections.abc import Sequence as Many
 
 from draftloop.errors import RequestError
-from draftloop.kvcache.pages import PageAllocator
+from draftloop.kvcache.pages import PageAllocator, page_key, root_key
 from draftloop.scheduler.batch import Chunk, Sequence, Stage, StepPlan
+
+NOTHING = StepPlan(chunks=(), decodes=())
+
+TOKENS_AHEAD = 64
+"""A row that needs a page gets pages for this many more tokens, where that takes nothing from anybody."""
+FEW_STEPS = 8
+"""Steps that a device loop may make at once while pages are scarce."""
 
 
 class Scheduler:
-    """First come, first served; prompts are cut to fit beside the decoding rows."""
+    """Serves by priority, then first come, first served; prompts are cut to fit beside the decoding rows."""
 
     def __init__(
         self,
@@ -25,12 +35,16 @@ class Scheduler:
         max_prefill_rows: int,
         max_model_len: int,
         num_drafts: int,
+        prefix_caching: bool = False,
     ) -> None:
         self.pages = pages
         self.max_num_batched_tokens, self.max_prefill_rows = max_num_batched_tokens, max_prefill_rows
         self.max_model_len, self.num_drafts = max_model_len, num_drafts
-        self.waiting: deque[Sequence] = deque()
+        self.prefix_caching = prefix_caching
+        self.waiting: list[Sequence] = []
+        """In the order in which they are served."""
         self.running: list[Sequence] = []
+        self.num_preemptions = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -53,7 +67,7 @@ class Scheduler:
                 f"lower max_tokens, or give the cache more memory (--kv-cache-memory-bytes)"
             )
         sequence.acceptance_histogram = [0] * (self.num_drafts + 1)
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_order)
 
     def pages_needed(self, sequence: Sequence) -> int:
         """Pages for the longest this request can get, and for drafts that reach past its end."""
@@ -63,53 +77,272 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
-    def plan(self) -> StepPlan:
-        """The next step; empty if nothing can run."""
-        decodes = tuple(s for s in self.running if s.stage is Stage.DECODE)
+    # ---- plans ------------------------------------------------------------------------------
+
+    def plan(self, *, settled: bool = True) -> StepPlan:
+        """The next step, which must be launched if it has chunks; empty if nothing can run.
+
+        Without `settled` something is in flight. Nobody is preempted then: the plan is empty, so that what is in
+        flight lands first, and it is known how long rows are.
+        """
+        decodes = [s for s in self.running if s.stage is Stage.DECODE]
+        preempted = self.num_preemptions
+        if not self._grow(decodes, settled=settled):
+            return NOTHING
+        if preempted != self.num_preemptions:
+            decodes = [s for s in decodes if s.stage is Stage.DECODE]
         budget = self.max_num_batched_tokens - len(decodes) * (1 + self.num_drafts)
         budget = max(budget, 1)  # prompts always advance, however many rows decode
         chunks: list[Chunk] = []
         for sequence in (s for s in self.running if s.stage is Stage.PREFILL):
             budget = self._add_chunk(chunks, sequence, budget)
-        while budget > 0 and len(chunks) < self.max_prefill_rows:
-            sequence = next((s for s in self.waiting if s.grammar is None or s.grammar.ready), None)
-            if sequence is None or not self._admit(sequence):
+        while preempted == self.num_preemptions and budget > 0 and len(chunks) < self.max_prefill_rows:
+            sequence = self._next_waiting()
+            if sequence is None:
+                break
+            if not self._admit(sequence):
+                if not self._outranks(sequence):
+                    break
+                if settled:
+                    self.preempt(self._last_running())
+                    return self.plan()
+                if not chunks:
+                    return NOTHING
                 break
             self.waiting.remove(sequence)
             budget = self._add_chunk(chunks, sequence, budget)
-        return StepPlan(chunks=tuple(chunks), decodes=decodes)
+        return StepPlan(chunks=tuple(chunks), decodes=tuple(decodes))
 
-    def _admit(self, sequence: Sequence) -> bool:
-        need = self.pages_needed(sequence)
-        if not self._free_rows or need > self.pages.num_free:
+    def has_prompt_to_run(self) -> bool:
+        """A plan would have chunks of prompts, or make room for one."""
+        if any(s.stage is Stage.PREFILL for s in self.running):
+            return True
+        sequence = self._next_waiting()
+        if sequence is None:
             return False
-        sequence.row = self._free_rows.pop()
-        sequence.pages = self.pages.allocate(need)
-        sequence.stage = Stage.PREFILL
-        self.running.append(sequence)
-        return True
+        return self._fits(sequence, self._find_pages(sequence)) or self._outranks(sequence)
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first whose grammar is compiled."""
+        return next((s for s in self.waiting if s.grammar is None or s.grammar.ready), None)
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
-        count = min(budget, sequence.num_prompt - sequence.num_prefilled)
+        left = sequence.num_to_prefill - sequence.num_prefilled
+        count = min(budget, left)
         if count > 0 and len(chunks) < self.max_prefill_rows:
-            chunks.append(Chunk(sequence=sequence, start=sequence.num_prefilled, count=count))
+            completes = count == left
+            chunks.append(
+                Chunk(
+                    sequence=sequence,
+                    start=sequence.num_prefilled,
+                    count=count,
+                    completes_prompt=completes,
+                    emits=completes and not sequence.output_ids,
+                )
+            )
             return budget - count
         return budget
 
-    def launched(self, plan: StepPlan) -> None:
-        """Note that a step is on its way: its prompts advance and, when complete, decode next."""
+    def launched(self, plan: StepPlan, *, num_steps: int = 1, fed: bool = True) -> None:
+        """Note that a step is on its way: its prompts advance and, when complete, decode next.
+
+        `num_steps`: decoding steps that it may make by itself; `fed`: the drafter's caches get what the target's get.
+        """
         for chunk in plan.chunks:
-            chunk.sequence.num_prefilled = chunk.end
+            sequence = chunk.sequence
+            sequence.num_prefilled = chunk.end
+            if sequence.copied_page is not None:
+                self.pages.free([sequence.copied_page])
+                sequence.copied_page = None
+            self._register(sequence, chunk.end)  # whoever is launched later finds it filled
             if chunk.completes_prompt:
-                chunk.sequence.stage = Stage.DECODE
+                sequence.stage = Stage.DECODE
+                sequence.steps_in_flight += chunk.emits
+        for sequence in plan.decodes:
+            if sequence.is_fed and not fed:
+                self._register_output(sequence)
+                sequence.is_fed = False
+            sequence.steps_in_flight += num_steps
+
+    def landed(self, sequences: Many[Sequence], num_steps: int) -> None:
+        """It is known what these rows emitted in so many of their steps in flight."""
+        for sequence in sequences:
+            sequence.steps_in_flight -= num_steps
+
+    # ---- pages ------------------------------------------------------------------------------
+
+    def _pages_ahead(self, num_tokens: int, sequence: Sequence, num_steps: int = 1) -> int:
+        """Pages for a row that has at most `num_tokens` and makes some steps more, drafts of the last one included."""
+        longest = min(num_tokens + num_steps * (1 + self.num_drafts), sequence.max_total)
+        return self.pages.pages_for(longest + self.num_drafts)
+
+    def _pages_short(self, sequence: Sequence, num_steps: int = 1) -> int:
+        """Pages that a row needs to make some steps more, however far those in flight get; negative: it has more."""
+        num_steps += sequence.steps_in_flight
+        return self._pages_ahead(sequence.num_tokens, sequence, num_steps) - len(sequence.pages)
+
+    def _grow(self, decodes: list[Sequence], *, settled: bool) -> bool:
+        """Give each row pages for its next step. False if that has to wait for what is in flight."""
+        growing = [(s, short) for s in decodes if (short := self._pages_short(s)) > 0]
+        need = sum(short for _, short in growing)
+        if need > self.pages.num_free:
+            self._take_back(decodes)
+        while need > self.pages.num_free:
+            if not settled:
+                return False
+            self.preempt(self._last_running())
+            growing = [(s, short) for s, short in growing if s.stage is Stage.DECODE]
+            need = sum(short for _, short in growing)
+        is_scarce = bool(self.waiting and self._free_rows)
+        spare = 0 if is_scarce else self.pages.num_empty - need
+        for sequence, short in growing:
+            more = min(self.pages.pages_for(TOKENS_AHEAD), self.pages_needed(sequence) - len(sequence.pages) - short)
+            if more > spare - len(self.running):
+                more = 0
+            spare -= more
+            sequence.pages += self.pages.allocate(short + more)
+        return True
+
+    def reserve(self, plan: StepPlan, most: int) -> int:
+        """Decoding steps, up to `most`, for which a plan's rows then have pages. It has those for one already."""
+        if self.waiting and self._free_rows:
+            most = min(most, FEW_STEPS)  # somebody waits for pages
+        while most > 1:
+            short = [max(self._pages_short(s, most), 0) for s in plan.decodes]
+            if sum(short) <= (self.pages.num_empty if most > FEW_STEPS else self.pages.num_free):
+                for sequence, count in zip(plan.decodes, short, strict=True):
+                    sequence.pages += self.pages.allocate(count)
+                return most
+            most //= 2
+        return 1
+
+    def _take_back(self, decodes: Many[Sequence]) -> None:
+        """Free the pages that rows have beyond their next step."""
+        for sequence in decodes:
+            spare = -self._pages_short(sequence)
+            if spare > 0:
+                self.pages.free(sequence.pages[-spare:])
+                del sequence.pages[-spare:]
+                sequence.num_stale = max(sequence.num_stale, sequence.num_mapped)
+                sequence.num_mapped = min(sequence.num_mapped, len(sequence.pages))
+
+    # ---- prefixes ---------------------------------------------------------------------------
+
+    def _keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Of the pages that its first `num_tokens` fill."""
+        count, size = num_tokens // self.pages.page_size, self.pages.page_size
+        keys = sequence.page_keys
+        if len(keys) < count:
+            ids = sequence.token_ids
+            for page in range(len(keys), count):
+                before = keys[-1] if keys else root_key(sequence.cache_salt, self.pages.generation)
+                keys.append(page_key(before, ids[page * size : (page + 1) * size]))
+        return keys[:count]
+
+    def _find_pages(self, sequence: Sequence) -> list[int]:
+        """Pages that hold what its first tokens would fill them with."""
+        if not self.prefix_caching or sequence.reports_prompt:
+            return []
+        return self.pages.find(self._keys(sequence, sequence.num_to_prefill))
+
+    def _register(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others find the pages that its first `num_tokens` fill."""
+        if not self.prefix_caching or sequence.generation != self.pages.generation:
+            return
+        for page in range(sequence.num_registered, num_tokens // self.pages.page_size):
+            key = self._keys(sequence, num_tokens)[page]
+            self.pages.register(sequence.pages[page], key)
+            sequence.num_registered = page + 1
+
+    def _register_output(self, sequence: Sequence) -> None:
+        """The bonus token is not in the caches yet."""
+        is_fed = sequence.is_fed and (sequence.speculation or not self.num_drafts)
+        if is_fed and sequence.output_ids:
+            self._register(sequence, sequence.num_tokens - 1)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing that was computed before now is found again. What runs goes on with the pages that it has."""
+        self.pages.reset()
+        for sequence in self.waiting:
+            sequence.page_keys.clear()
+
+    # ---- rows -------------------------------------------------------------------------------
+
+    def _is_last_held(self, found: Many[int]) -> bool:
+        return bool(found) and self.pages.num_holders(found[-1]) > 0
+
+    def _pages_to_admit(self, sequence: Sequence, found: Many[int]) -> int:
+        """Pages that it needs beside those found: for its prompt, and one block of drafts ahead."""
+        first = self._pages_ahead(sequence.num_to_prefill + 1, sequence)
+        return first - len(found) + self._is_last_held(found)
+
+    def _fits(self, sequence: Sequence, found: Many[int]) -> bool:
+        """There is a row for it, and pages, with one to spare for each running request, which will need it."""
+        kept = sum(self.pages.num_holders(page) == 0 for page in found)
+        need = self._pages_to_admit(sequence, found) + len(self.running)
+        return bool(self._free_rows) and need <= self.pages.num_free - kept
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting request a row and pages, those found among them.
+
+        The last token found runs again: what a drafter keeps of it may depend on the token after it, which is
+        another request's. So the last page found becomes the row's own, by copying it where somebody else holds it.
+        """
+        found = self._find_pages(sequence)
+        if not self._fits(sequence, found):
+            self._take_back([s for s in self.running if s.stage is Stage.DECODE])
+            if not self._fits(sequence, found):
+                return False
+        need = self._pages_to_admit(sequence, found)
+        sequence.num_prefilled = max(len(found) * self.pages.page_size - 1, 0)
+        sequence.copied_page = found[-1] if self._is_last_held(found) else None
+        self.pages.hold(found)
+        shared = found if sequence.copied_page is None else found[:-1]
+        sequence.pages = shared + self.pages.allocate(need)
+        sequence.num_registered, sequence.generation = len(shared), self.pages.generation
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_prefilled
+        sequence.row = self._free_rows.pop()
+        sequence.stage, sequence.is_fed = Stage.PREFILL, True
+        self.running.append(sequence)
+        return True
+
+    def _outranks(self, sequence: Sequence) -> bool:
+        """It waits although somebody of lower priority runs."""
+        return bool(self.running) and self._last_running().priority > sequence.priority
+
+    def _last_running(self) -> Sequence:
+        return max(self.running, key=_order)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take row and pages from a running request, which waits again. What is in flight for it counts no more."""
+        self._release(sequence)
+        sequence.stage = Stage.WAITING
+        sequence.has_drafts = True
+        if sequence.generation != self.pages.generation:
+            sequence.page_keys.clear()
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, sequence, key=_order)
 
     def finish(self, sequence: Sequence) -> None:
         """Free what a running request holds. Later steps reuse it in the order of the device's stream."""
+        self._release(sequence)
         sequence.stage = Stage.FINISHED
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.finish_reason == "error":
+            self.pages.forget(sequence.pages)  # they may hold NaN
+        elif sequence.stage is Stage.DECODE:
+            self._register_output(sequence)
         self.running.remove(sequence)
         self._free_rows.append(sequence.row)
         self.pages.free(sequence.pages)
-        sequence.pages = []
+        if sequence.copied_page is not None:
+            self.pages.free([sequence.copied_page])
+        sequence.row, sequence.pages, sequence.copied_page = -1, [], None
+        sequence.num_mapped = sequence.num_stale = sequence.num_registered = 0
+        sequence.num_prefilled = sequence.steps_in_flight = 0
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a request wherever it is; a second time does nothing."""
@@ -118,3 +351,7 @@ class Scheduler:
             sequence.stage = Stage.FINISHED
         elif sequence.stage in (Stage.PREFILL, Stage.DECODE):
             self.finish(sequence)
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
