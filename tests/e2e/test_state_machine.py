@@ -1,0 +1,211 @@
+"""Any traffic: requests that share prefixes arrive, are aborted, preempted and reset, in pools of a few pages.
+
+After every step each page and row is held by who says so or is free. Every answer is what the plain engine says, with
+poison in all that nobody owns, and in the end nothing is held. `--traffic-examples` makes it run for hours; a failing
+traffic is printed as data: keep it in `KEPT`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from draftloop.drafters.base import DRAFTERS, load_drafters
+from draftloop.engine.llm import LLM
+from helpers import (
+    assert_all_free,
+    check_books,
+    engine,
+    example_configs,
+    example_target,
+    greedy,
+    oracle,
+    shrink,
+    works_on_host,
+)
+
+load_drafters()
+
+CASES: list[Any] = [
+    None,
+    *((name, index) for name in sorted(DRAFTERS) for index in range(len(example_configs()[name]))),
+]
+LONGEST, NUM_ROWS = 96, 3
+ROOM_FOR_ONE = 8
+"""Pages that one request of the longest kind may need, drafts included, and the page of nobody."""
+
+# ---- traffic, as data -----------------------------------------------------------------------
+
+arrival = st.tuples(
+    st.just("add"),
+    st.integers(0, 1),  # which text the prompt begins with
+    st.sampled_from([1, 15, 16, 17, 33, 48]),  # tokens of it
+    st.integers(0, 2),  # and how it goes on
+    st.sampled_from([1, 2, 9, 30]),  # tokens to answer
+    st.integers(0, 1),  # priority
+    st.booleans(),  # speculation
+    st.sampled_from([None, None, "salt"]),
+)
+traffic = st.lists(
+    st.one_of(
+        arrival,
+        arrival,
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("abort"), st.integers(0, 9)),
+        st.tuples(st.just("preempt"), st.integers(0, 9)),
+        st.just(("reset",)),
+    ),
+    min_size=6,
+    max_size=24,
+)
+engines = st.fixed_dictionaries(
+    {
+        "spare_pages": st.integers(0, 5),
+        "page_size": st.sampled_from([16, 32]),
+        "kind": st.sampled_from(["steps", "overlap", "loop"]),
+    }
+)
+KEPT: list[tuple[dict[str, Any], list[Any]]] = [
+    # a loop was launched behind another: the plan that had interrupted it had no prompt in the end
+    (
+        {"spare_pages": 2, "page_size": 16, "kind": "loop"},
+        [
+            ("add", 0, 48, 1, 30, 0, True, None),
+            ("add", 1, 33, 2, 30, 1, True, None),
+            ("step", 6),
+            ("preempt", 1),
+            ("add", 0, 48, 0, 30, 0, True, None),
+            ("step", 6),
+            ("preempt", 0),
+            ("step", 6),
+        ],
+    ),
+]
+"""Traffic that once failed, and has to be run for every drafter."""
+
+
+def prompt_of(text: int, length: int, ending: int) -> list[int]:
+    base = [(text * 71 + i * i * 13 + i) % 160 for i in range(length)]
+    return base + [(ending * 31 + i * 7) % 160 for i in range(3 * ending)]
+
+
+class Traffic:
+    """Runs it, and keeps the books."""
+
+    def __init__(self, llm: LLM, model: str | None, *, exact: bool) -> None:
+        self.llm, self.core, self.model, self.exact = llm, llm.engine.core, model, exact
+        self.asked: dict[str, tuple[list[int], int]] = {}
+        self.open: list[str] = []
+        self.count = 0
+
+    def run(self, actions: list[Any]) -> None:
+        for action, *values in actions:
+            getattr(self, action)(*values)
+            self.check()
+        for _ in range(2000):
+            if self.core.idle:
+                break
+            self.step(1)
+        assert self.core.idle, "it never ends"
+        assert not self.open
+        assert_all_free(self.llm)
+
+    def add(self, text: int, length: int, ending: int, most: int, priority: int, speculation: bool, salt: str | None):
+        request_id = f"r{self.count}"
+        self.count += 1
+        prompt = prompt_of(text, length, ending)
+        self.core.add(request_id, prompt, greedy(most), priority=priority, speculation=speculation, cache_salt=salt)
+        self.asked[request_id] = prompt, most
+        self.open.append(request_id)
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.core.idle:
+                return
+            for sequence, _ in self.core.step():
+                if sequence.finish_reason is not None:
+                    self.ended(sequence.request_id, sequence.finish_reason, sequence.output_ids)
+            self.check()
+
+    def ended(self, request_id: str, reason: str, tokens: list[int]) -> None:
+        prompt, most = self.asked[request_id]
+        assert reason == "length"
+        if self.exact:
+            assert tokens == oracle(prompt, most, model=self.model, max_model_len=LONGEST), request_id
+        assert len(tokens) == most
+        self.open.remove(request_id)
+
+    def abort(self, which: int) -> None:
+        if self.open:
+            request_id = self.open.pop(which % len(self.open))
+            self.core.abort(request_id)
+            self.core.abort(request_id)
+
+    def preempt(self, which: int) -> None:
+        if self.open:
+            self.core.preempt(self.open[which % len(self.open)])
+
+    def reset(self) -> None:
+        assert self.core.reset_prefix_cache()
+
+    def check(self) -> None:
+        check_books(self.core.scheduler, num_rows=NUM_ROWS)
+
+
+def make(case: Any, *, spare_pages: int, page_size: int, kind: str) -> LLM:
+    spec = example_configs()[case[0]][case[1]] if case else None
+    on_host = case is not None and works_on_host(*case)
+    settings: dict[str, Any] = {"async_scheduling": None if on_host else kind != "steps"}
+    if kind == "loop" and not on_host and (case is None or DRAFTERS[case[0]].drafts):
+        settings |= {"cudagraph_mode": "FULL", "device_loop": 7}
+    llm = engine(
+        speculative_config=spec,
+        max_num_seqs=NUM_ROWS,
+        max_prefill_rows=2,
+        max_num_batched_tokens=24,
+        max_model_len=LONGEST,
+        block_size=page_size,
+        cudagraph_capture_sizes=(2, 3),
+        poison=True,
+        **settings,
+    )
+    shrink(llm, ROOM_FOR_ONE * 16 // page_size + spare_pages)
+    return llm
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}" if case else "plain")
+def test_any_traffic(case, request):
+    exact = case is None or not DRAFTERS[case[0]].forced_acceptance
+    model = example_target(example_configs()[case[0]][case[1]]) if case else None
+
+    def body(how: dict[str, Any], actions: list[Any]) -> None:
+        llm = make(case, **how)
+        Traffic(llm, model, exact=exact).run(actions)
+
+    test = settings(
+        max_examples=request.config.getoption("--traffic-examples"),
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )(given(how=engines, actions=traffic)(body))
+    for how, actions in KEPT:
+        test = example(how=how, actions=actions)(test)
+    test()
+
+
+def test_the_books_notice_a_page_that_is_lost():
+    """A control: a fault in the accounting does show."""
+    llm = make(None, spare_pages=0, page_size=16, kind="steps")
+    core = llm.engine.core
+    core.add("a", [1] * 40, greedy(4))
+    core.step()
+    lost = core.scheduler.running[0].pages.pop()
+    with pytest.raises(AssertionError):
+        check_books(core.scheduler, num_rows=NUM_ROWS)
+    core.scheduler.running[0].pages.append(lost)
+    core.abort("a")
+
+    assert_all_free(llm)
