@@ -18,7 +18,18 @@ from draftloop.errors import ConfigError
 from draftloop.models.config import PRESETS
 from draftloop.request import SamplingParams
 from heads import DRAFT_VOCAB, write_head
-from helpers import VOCAB, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
+from helpers import (
+    VOCAB,
+    answers,
+    assert_all_free,
+    engine,
+    greedy,
+    make_engine,
+    oracle,
+    prompts,
+    run_through,
+    tiny_model,
+)
 
 K = 5
 BASE = block_config("dspark")
@@ -189,6 +200,55 @@ def test_confidences_are_kept_per_row_and_said():
     said = llm.engine.drafter.describe()
     assert "vanilla Markov head of rank 12, confidence head" in said
     assert "no Markov head" in drafting("no_markov").engine.drafter.describe()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["apart", "one_graph"])
+def test_drafts_end_where_the_product_of_confidences_falls_below_the_threshold(whole):
+    """Also before the first one; a row that had none is drafted for again, from a context without gaps."""
+    model, threshold = tiny_block("dspark-vanilla", CONFIGS["vanilla"], layout="speculators"), 0.3
+    spec = {"method": "dspark", "model": model, "num_speculative_tokens": K, "confidence_threshold": threshold}
+    llm = engine(
+        speculative_config=spec, cudagraph_capture_sizes=(2, 8), max_num_batched_tokens=24, poison=True,
+        cudagraph_mode="FULL", iteration_graph=whole, async_scheduling=False,
+    )  # fmt: skip
+    core, state, other = llm.engine.core, llm.engine.core.worker.state, reference("vanilla")
+    lengths: dict[str, list[int]] = {str(i): [] for i in range(3)}
+    for i, prompt in enumerate(prompts(3)):
+        core.add(str(i), prompt, greedy(24))
+
+    def check() -> None:
+        for sequence in core.scheduler.running:
+            if sequence.output_ids:
+                tokens = sequence.prompt_ids + sequence.output_ids
+                drafts, _, confidence = other.all(tokens, aux_states(CONFIGS["vanilla"], tokens), K)
+                product = confidence.cumprod(0)
+                assert (product - threshold).abs().min() > 1e-4, "the reference cannot tell"
+                kept = int((product >= threshold).sum())
+                assert state.drafts_MK[sequence.row].tolist() == drafts[:kept] + [-1] * (K - kept)
+                lengths[sequence.request_id].append(kept)
+
+    with torch.no_grad():
+        ended = run_through(llm, check)
+    assert ended == {str(i): oracle(prompt, 24) for i, prompt in enumerate(prompts(3))}
+    seen = [length for row in lengths.values() for length in row]
+    assert len(set(seen)) >= 3, seen
+    assert 0 in seen
+    replays = llm.get_graph_report().replays
+    if not whole:
+        assert replays["draft.plain"] > 0
+        assert replays["target.decode"] > 0, "a batch without drafts costs what plain decoding costs"
+    assert_all_free(llm)
+
+
+def test_a_threshold_needs_a_confidence_head_and_a_chance():
+    model = tiny_block("dspark-no_confidence", CONFIGS["no_confidence"], layout="speculators")
+    spec = {"method": "dspark", "model": model, "num_speculative_tokens": K}
+    with pytest.raises(ConfigError, match=r"confidence_threshold is 0.5, but .* has no confidence head; leave it out"):
+        make_engine(speculative_config=spec | {"confidence_threshold": 0.5})
+    with pytest.raises(ConfigError, match=r"confidence_threshold is 1.5; it must be in \[0, 1\]"):
+        make_engine(speculative_config=spec | {"confidence_threshold": 1.5})
+    with pytest.raises(ConfigError, match="'ngram' does not use 'confidence_threshold'"):
+        make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 2, "confidence_threshold": 0.5})
 
 
 def test_presets_are_shapes_of_what_is_published():

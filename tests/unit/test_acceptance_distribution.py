@@ -116,6 +116,18 @@ def with_bad_rows(value):
     return run
 
 
+def cut(*, by_itself):
+    """A block ends before some drafts: chosen by the token before each, or by the draft itself, wrong on purpose."""
+
+    def run(last_R, seeds_R, positions_R, num_drafts):
+        drafts_RK, probs_RKW = sampled_drafts(chain(VOCAB, 2), last_R, seeds_R, positions_R, num_drafts)
+        before_RK = torch.cat([last_R[:, None], drafts_RK[:, :-1]], 1)
+        ends_RK = ((drafts_RK if by_itself else before_RK) % 3 == 0).cumsum(1) > 0
+        return drafts_RK.masked_fill(ends_RK, NO_DRAFT), probs_RKW
+
+    return run
+
+
 def of(rule, draft_VW):
     return lambda *args: rule(draft_VW, *args)
 
@@ -141,6 +153,7 @@ DRAFTS = {
     "sampled, narrower vocabulary": of(sampled_drafts, chain(VOCAB - 2, 5)),
     "greedy with holes": with_holes(of(greedy_drafts, chain(VOCAB, 2))),
     "sampled with holes": with_holes(of(sampled_drafts, chain(VOCAB, 2))),
+    "sampled, cut by what came before": cut(by_itself=False),
     "q sometimes NaN": with_bad_rows(float("nan")),
     "q sometimes zero": with_bad_rows(0.0),
     "q sometimes infinite": with_bad_rows(float("inf")),
@@ -216,10 +229,11 @@ def test_plain_sampling_is_the_same_function_with_nothing_drafted():
     [
         lambda *args: sampled_drafts(chain(VOCAB, 2), *args, stream=Stream.SAMPLE, place=torch.add),
         of(coin_drafts, chain(VOCAB, 2)),
+        cut(by_itself=True),
         # a drafter that lies about q: it says uniform, and draws from something else
         lambda *args: (sampled_drafts(chain(VOCAB, 2), *args)[0], torch.full((TRIALS, 1, VOCAB), 1 / VOCAB)),
     ],
-    ids=["draft and replacement share noise", "draft and test share noise", "wrong q"],
+    ids=["draft and replacement share noise", "draft and test share noise", "cut by the draft itself", "wrong q"],
 )
 def test_the_distribution_test_notices(draft):
     tokens, _ = emit_tokens(draft, SEEDS_R, POSITIONS_R, 1)

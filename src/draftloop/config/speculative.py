@@ -72,6 +72,9 @@ class SpeculativeConfig:
     aux_layer_offset: int | None = None
     """eagle3, dflash, dspark: added to the layer ids in the drafter's config, instead of what its layout implies;
     try 0 and 1."""
+    confidence_threshold: float | None = None
+    """dspark: a row's drafts end before the first that is less likely than this to be reached and accepted, by the
+    drafter's own confidences; in [0, 1]; left out, all K are verified."""
     gemma4_position: Literal["hf", "vllm"] | None = None
     """gemma4_mtp: where queries stand. hf: at the bonus token, as in Hugging Face transformers, and if left out; vllm:
     one before it, at the last position that the target has written."""
@@ -118,6 +121,8 @@ class SpeculativeConfig:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None:
             self._need(low <= high, "prompt_lookup_min", f"at most prompt_lookup_max, {high}")
+        level = self.confidence_threshold
+        self._need(level is None or 0 <= level <= 1, "confidence_threshold", "in [0, 1]")
         self._check_suffix()
         self._check_typical()
         self._check_synthetic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ def block_phases(
     prompt: Pass,
     context: Pass,
     block: Pass,
+    plain: Pass | None = None,
     padding_row: int,
     num_verified: int,
     num_slots: int,
@@ -35,6 +37,7 @@ def block_phases(
 
     `draft.prompt`   the target's states of prompt chunks
     `draft.context`  those of the `num_verified` positions of a verified block
+    `draft.plain`    with `plain`: those of the one token of a step without drafts
     `draft.block`    `num_slots` tokens of each row -> its drafts; with `sampled`, a variant that draws them:
                      its function takes `sampled`
 
@@ -66,6 +69,8 @@ def block_phases(
             cost=context.cost,
         ),
     ]
+    if plain is not None:
+        phases.append(replace(phases[-1], name="draft.plain", fn=plain.fn, tokens_per_row=1, cost=plain.cost))
     for drawn in (False, True) if sampled else (False,):
         phases.append(
             Phase(
@@ -81,13 +86,13 @@ def block_phases(
     return phases
 
 
-def block_rounds(*, sampled: bool) -> Rounds:
-    """When they run; `sampled`: drafts of this batch are drawn."""
+def block_rounds(*, sampled: bool, may_pass: bool = False) -> Rounds:
+    """When they run; `sampled`: drafts of this batch are drawn; `may_pass`: there is a phase `draft.plain`."""
     block = sampled_name("draft.block", sampled)
     return Rounds(
         prompt=("draft.prompt",),
         first=(block,),
         next=("draft.context", block),
         # rows without drafts are past their limit, or declined them: they never draft again
-        plain=(),
+        plain=("draft.plain", block) if may_pass else (),
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import ClassVar, TypedDict
 
 from torch import Tensor
@@ -183,10 +184,12 @@ class BlockDrafter(Drafter):
             model.write_context(aux_hidden, batch.positions_T, batch.slots_T, kv)
             return {}
 
-        def context(launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor) -> Mapping[str, Tensor]:
+        def context(
+            launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor, *, count: int
+        ) -> Mapping[str, Tensor]:
             # of rejected drafts too: those positions are the block's, which is written next
             batch, _ = tail_batch(
-                state, rows, verified, page_size, launch, offset=-1, emitted_R=num_emitted, num_ids=num_embedded
+                state, rows, count, page_size, launch, offset=-1, emitted_R=num_emitted, num_ids=num_embedded
             )
             model.write_context(aux_hidden, batch.positions_T, batch.slots_T, kv)
             return {}
@@ -201,7 +204,8 @@ class BlockDrafter(Drafter):
         support = self.backend_class.graph_support(self.target.device.type)
         return block_phases(
             prompt=Pass(fn=prompt, cost=model.context_cost()),
-            context=Pass(fn=context, cost=model.context_cost()),
+            context=Pass(fn=partial(context, count=verified), cost=model.context_cost()),
+            plain=Pass(fn=partial(context, count=1), cost=model.context_cost()) if self.may_pass else None,
             block=Pass(fn=block, cost=self.block_cost()),
             padding_row=state.padding_row,
             num_verified=verified,
@@ -212,12 +216,17 @@ class BlockDrafter(Drafter):
             sampled=self.sampled,
         )
 
+    @property
+    def may_pass(self) -> bool:
+        """A row may be left without drafts in one step and have some in the next."""
+        return False
+
     def block_cost(self) -> Cost:
         """What a block with its drafts must read and compute."""
         return self.model.block_cost()
 
     def rounds(self, *, sampled: bool) -> Rounds:
-        return block_rounds(sampled=sampled and self.sampled)
+        return block_rounds(sampled=sampled and self.sampled, may_pass=self.may_pass)
 
 
 class DFlashDrafter(BlockDrafter):

@@ -4,7 +4,7 @@ Source: "DSpark", arXiv 2607.05147. Slot j of the block predicts the token after
 token's own slot counts; a Markov head corrects each draft's logits by the token before it, one after the other.
 
 A confidence head, where there is one, leaves for each draft how likely it is to be accepted if all before it
-are: `row_memory()["confidence_MK"]`. Nothing acts on it yet.
+are: `row_memory()["confidence_MK"]`. With `confidence_threshold` a row's drafts end where the product falls below it.
 
 Shape suffixes: R rows, M rows of the engine plus one, K drafts, C width of the drafter, N rank of the Markov
 head, W draft vocabulary.
@@ -18,10 +18,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from draftloop.config.speculative import SpeculativeConfig
+from draftloop.drafters.base import Target
 from draftloop.drafters.dflash import BlockDrafter
-from draftloop.drafters.write import write_next
+from draftloop.drafters.write import write_all, write_next
+from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Cost, Phase
-from draftloop.kvcache.rows import RowState
+from draftloop.kvcache.rows import NO_DRAFT, RowState
 
 
 class DSparkDrafter(BlockDrafter):
@@ -29,8 +32,21 @@ class DSparkDrafter(BlockDrafter):
 
     name = "dspark"
     method = "dspark"
+    options = BlockDrafter.options | {"confidence_threshold"}
 
     confidence_MK: Tensor
+
+    def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
+        super().__init__(spec, target)
+        heads, self.threshold = self.config.heads, spec.confidence_threshold
+        if self.threshold is not None and not (heads and heads.confidence):
+            raise ConfigError(
+                f"confidence_threshold is {self.threshold}, but {spec.model!r} has no confidence head; leave it out"
+            )
+
+    @property
+    def may_pass(self) -> bool:
+        return self.threshold is not None
 
     def describe(self) -> str:
         heads = self.config.heads
@@ -38,7 +54,10 @@ class DSparkDrafter(BlockDrafter):
         markov = (
             f"{heads.markov_kind} Markov head of rank {heads.markov_rank}" if heads.markov_kind else "no Markov head"
         )
-        return f"{super().describe()}, {markov}{', confidence head' if heads.confidence else ''}"
+        confidence = ", confidence head" if heads.confidence else ""
+        if self.threshold is not None:
+            confidence += f", drafts end below {self.threshold:g}"
+        return f"{super().describe()}, {markov}{confidence}"
 
     def row_memory(self) -> Mapping[str, Tensor]:
         return {"confidence_MK": self.confidence_MK}
@@ -65,8 +84,16 @@ class DSparkDrafter(BlockDrafter):
             token_R = state.drafts_MK[:, draft].index_select(0, rows_R)
             if config.confidence:
                 confidence.append(heads.confidence(hidden_RC, previous_RN))
-        if confidence:
-            self.confidence_MK.index_copy_(0, rows_R.long(), torch.stack(confidence, 1))
+        if not confidence:
+            return
+        confidence_RK = torch.stack(confidence, 1)
+        self.confidence_MK.index_copy_(0, rows_R.long(), confidence_RK)
+        if self.threshold is not None:
+            # a confidence follows from the drafts before its own alone: what is left out for it says nothing of the
+            # draft itself, so those that are drawn keep their distribution
+            keeps_RK = confidence_RK.cumprod(1) >= self.threshold
+            drafts_RK = state.drafts_MK.index_select(0, rows_R)
+            write_all(state, rows_R, torch.where(keeps_RK, drafts_RK, NO_DRAFT))
 
     def block_cost(self) -> Cost:
         block, heads = super().block_cost(), self.model.heads

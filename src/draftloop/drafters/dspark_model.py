@@ -87,7 +87,7 @@ class DSparkHeads(torch.nn.Module):
             assert previous_RN is not None
             features = torch.cat((hidden_RC, previous_RN), -1)
         assert self.confidence_weight is not None
-        score_R1 = F.linear(features, self.confidence_weight, self.confidence_bias)
+        score_R1 = linear(features, self.confidence_weight, self.confidence_bias)
         return torch.sigmoid(score_R1.float()).squeeze(-1)
 
     def num_streamed(self) -> int:
