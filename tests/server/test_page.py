@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 playwright = pytest.importorskip("playwright.sync_api")
-expect = playwright.expect
 
 ROOT = Path(__file__).parents[2]
 WEB, SERVED = ROOT / "web", ROOT / "src/draftloop/server/page"
@@ -36,6 +35,8 @@ CHAT = "/v1/chat/completions"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PATIENCE_MS = 60_000
 """For a machine that does other things too."""
+expect = playwright.expect
+expect.set_options(timeout=PATIENCE_MS)
 
 
 def missing(what: str) -> None:
@@ -100,7 +101,7 @@ def server() -> Iterator[Server]:
     """The embedded model with the shipped head; one answer at a time, and nobody may wait."""
     limits = ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(1 << 27), "--device", "cpu"]
     options = ["--max-num-seqs", "1", "--max-waiting", "0", "--api-key", KEY]
-    with running(*options, model="smollm2-135m", limits=limits) as one:
+    with running(*options, model="smollm2-135m", limits=limits, silence_s=120) as one:
         one.headers["Authorization"] = f"Bearer {KEY}"
         yield one
 
@@ -159,7 +160,7 @@ def opened(
 
 
 def is_ready(page: Page) -> None:
-    expect(page.locator("#status")).to_have_text("ready", timeout=PATIENCE_MS)
+    expect(page.locator("#status")).to_have_text("ready")
 
 
 def ask(page: Page, prompt: str = PROMPT, *, max_tokens: int = 16) -> Locator:
@@ -183,9 +184,13 @@ def tab_to(page: Page, selector: str) -> None:
     raise AssertionError(f"the Tab key never comes to {selector}")
 
 
-def expected(server: Server, max_tokens: int) -> dict[str, Any]:
+def expected(server: Server, max_tokens: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The sources of the answer's tokens, and what the server says of its speculation."""
     body = {"temperature": 0, "max_tokens": max_tokens, "return_token_sources": True}
-    return server.post(CHAT, {**body, "messages": [{"role": "user", "content": PROMPT}]})
+    body |= {"messages": [{"role": "user", "content": PROMPT}], "stream_options": {"include_usage": True}}
+    *pieces, last = server.stream(CHAT, body)
+    sources = [one for piece in pieces for one in piece["choices"][0].get("token_sources", [])]
+    return sources, last["metrics"]["speculative_decoding"]
 
 
 def number(turn: Locator, name: str) -> str:
@@ -221,8 +226,7 @@ def test_with_the_keyboard_alone_a_prompt_is_answered_in_tokens_that_show_where_
         expect(page.locator("#stop")).to_be_visible()
         expect(page.locator("#send")).to_be_visible(timeout=PATIENCE_MS)
 
-        answer = expected(server, 32)
-        sources, stats = answer["choices"][0]["token_sources"], answer["metrics"]["speculative_decoding"]
+        sources, stats = expected(server, 32)
         tokens = page.locator(".answer .token")
         shown = tokens.evaluate_all("all => all.map(one => [one.textContent, one.classList[1]])")
         assert shown == [[one["text"], one["source"]] for one in sources]
