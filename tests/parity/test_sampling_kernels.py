@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftloop.bench import sampling_kernels
 from draftloop.drafters import write
 from draftloop.drafters.write import write_block, write_next
 from draftloop.kernels.argmax import best_index, chunk_maxima
@@ -216,7 +217,7 @@ TORCH_RULES = {
 
 @pytest.mark.parametrize("rule", DrawnRule)
 @pytest.mark.parametrize("draft_vocab", [0, VOCAB - 9, VOCAB + 9])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_accepts_and_draws_as_torch_does(device: torch.device, rule: DrawnRule, draft_vocab: int, seed: int) -> None:
     state = make_state(seed, draft_vocab)
     rows = torch.cat([torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed)), torch.tensor([ROWS] * 2)])
@@ -273,9 +274,9 @@ def write_rules(state: RowState, seed: int) -> None:
     state.num_tokens_M[:ROWS] = 8
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_drafts", [0, K])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_constrains_as_torch_does(device: torch.device, dtype: torch.dtype, num_drafts: int, seed: int) -> None:
     state = make_state(seed, 0)
     write_rules(state, seed)
@@ -370,3 +371,58 @@ def test_drafts_are_drawn_as_torch_does(
     is_broken = theirs.isnan().any(-1)
     assert torch.equal(probs.isnan().any(-1), is_broken)
     torch.testing.assert_close(probs[~is_broken], theirs[~is_broken], rtol=1e-5, atol=1e-8)
+
+
+# ---- at full size ---------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_statistics_of_a_whole_vocabulary(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    parameters = truncation(device, *MIXED)
+    rows = torch.arange(len(MIXED), dtype=torch.int32, device=device)
+    for spread in (0.5, 3.0, 12.0):
+        logits = (torch.randn(len(MIXED) * 6, 128_256, device=device) * spread).to(dtype)
+        made = softmax_statistics_triton(logits, rows, parameters)
+        wanted = softmax_statistics_torch(logits, rows, parameters)
+        assert torch.equal(made.token_X, wanted.token_X)
+        live = parameters.temperature_M.repeat_interleave(6) > 0
+        is_other = (logits >= made.threshold_X[:, None]) != (logits >= wanted.threshold_X[:, None])
+        # sums of many small probabilities are rounded; in bf16 tokens come and go by the hundred
+        assert is_other[live].sum(-1).max() <= (0 if dtype is torch.bfloat16 else 3)
+        torch.testing.assert_close(made.mass_X[live], wanted.mass_X[live], rtol=1e-4, atol=0)
+        for mine, again in zip(made, softmax_statistics_triton(logits, rows, parameters), strict=True):
+            assert torch.equal(mine, again), "the same every time"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [accept_sampled_rows, accept_block_rows], ids=["standard", "block"])
+@pytest.mark.parametrize("kind", [SamplingKind.SAMPLED, SamplingKind.TRUNCATED, SamplingKind.CONSTRAINED])
+def test_an_accept_phase_of_a_whole_vocabulary_captured_and_eager(
+    monkeypatch: pytest.MonkeyPatch, kind: SamplingKind, rule: commit.Rule
+) -> None:
+    device, drafts_per_row = torch.device("cuda"), sampling_kernels.K
+    torch.manual_seed(0)
+    state = sampling_kernels.make_state(8, device)
+    state.max_tokens_M[:-1] = sampling_kernels.LENGTH + 9
+    if not kind.truncates:
+        state.top_k_M.fill_(0)
+        state.top_p_M.fill_(1)
+    rows = torch.arange(8, dtype=torch.int32, device=device)
+    logits = torch.randn(8 * (1 + drafts_per_row), 128_256, device=device).bfloat16() * 2
+    drafts = state.drafts_MK[:8].long()
+    logits.view(8, 1 + drafts_per_row, -1)[:, :-1].scatter_(2, drafts[..., None], 9.0)
+    by_torch, captured = on(device, state), on(device, state)
+    made = accept_rows_sampled(state, rows, logits, drafts_per_row, kind=kind, rule=rule)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = accept_rows_sampled(captured, rows, logits, drafts_per_row, kind=kind, rule=rule)
+    graph.replay()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, replayed, strict=True))
+    monkeypatch.setattr(commit, "takes_argmax", lambda x: False)
+    wanted = accept_rows_sampled(by_torch, rows, logits, drafts_per_row, kind=kind, rule=rule)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, wanted, strict=True))
+    assert made[0].min() >= 1
+    assert made[0].max() > 1

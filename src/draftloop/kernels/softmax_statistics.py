@@ -125,29 +125,29 @@ def _search(
     threshold, so a lower one never seems to keep less.
     """
     while high - 1 > low:
-        lowest, span = value_of(low), value_of(high) - value_of(low)
-        a = tl.maximum(tl.minimum(order_of(lowest + span * 0.33333334), high - 1), low + 1)
-        b = tl.maximum(tl.minimum(order_of(lowest + span * 0.6666667), high - 1), low + 1)
+        lowest, highest = value_of(low), value_of(high)
+        a = tl.maximum(tl.minimum(order_of(lowest + (highest - lowest) * 0.33333334), high - 1), low + 1)
+        b = tl.maximum(tl.minimum(order_of(lowest + (highest - lowest) * 0.6666667), high - 1), low + 1)
         c = tl.maximum((low & high) + ((low ^ high) >> 1), low + 1)
+        value_a, value_b, value_c = value_of(a), value_of(b), value_of(c)
         kept_a = tl.zeros([BLOCK], tl.float32)
         kept_b = tl.zeros([BLOCK], tl.float32)
         kept_c = tl.zeros([BLOCK], tl.float32)
-        least = tl.zeros([BLOCK], tl.int32) + high
-        most = tl.zeros([BLOCK], tl.int32) + low
+        least = tl.zeros([BLOCK], tl.float32) + highest
+        most = tl.zeros([BLOCK], tl.float32) + lowest
         for start in range(0, size, BLOCK):
             index = start + tl.arange(0, BLOCK)
             x = logits_at(logits_ptr, changed_ptr, is_changed, index, size, CHANGED)
-            order = order_of(x)
-            weight = tl.exp((x - top) * scale) if BY_MASS else tl.where(index < size, 1.0, 0.0)
-            kept_a += tl.where(order >= a, weight, 0.0)
-            kept_b += tl.where(order >= b, weight, 0.0)
-            kept_c += tl.where(order >= c, weight, 0.0)
-            least = tl.minimum(least, tl.where(order >= low, order, high))
-            most = tl.maximum(most, tl.where(order < high, order, low))
+            weight = tl.exp((x - top) * scale) if BY_MASS else 1.0
+            kept_a += tl.where(x >= value_a, weight, 0.0)
+            kept_b += tl.where(x >= value_b, weight, 0.0)
+            kept_c += tl.where(x >= value_c, weight, 0.0)
+            least = tl.minimum(least, tl.where(x >= lowest, x, highest))
+            most = tl.maximum(most, tl.where(x < highest, x, lowest))
         sum_a, sum_b, sum_c = tl.sum(kept_a, 0), tl.sum(kept_b, 0), tl.sum(kept_c, 0)
-        # between `low` and the least order from there on is no token, nor between the greatest and `high`
-        low = tl.maximum(low, tl.min(least, 0))
-        high = tl.minimum(high, tl.max(most, 0) + 1)
+        # between `low` and the least logit from there on is no token, nor between the greatest below `high` and it
+        low = tl.maximum(low, order_of(tl.min(least, 0)))
+        high = tl.minimum(high, order_of(tl.max(most, 0)) + 1)
         low = tl.where(sum_a >= wanted, tl.maximum(low, a), low)
         low = tl.where(sum_b >= wanted, tl.maximum(low, b), low)
         low = tl.where(sum_c >= wanted, tl.maximum(low, c), low)
@@ -165,20 +165,19 @@ def _mass(
     logits_ptr, changed_ptr, is_changed, size, top, scale, low, least_weight,
     CHANGED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What is kept from the order `low` and the weight `least_weight` on: its mass, its number, its least order."""
+    """What is kept from the logit `low` and the weight `least_weight` on: its mass, its number, its least order."""
     mass = tl.zeros([BLOCK], tl.float32)
     count = tl.zeros([BLOCK], tl.int32)
-    least = tl.zeros([BLOCK], tl.int32) + order_of(top)
+    least = tl.zeros([BLOCK], tl.float32) + top
     for start in range(0, size, BLOCK):
         index = start + tl.arange(0, BLOCK)
         x = logits_at(logits_ptr, changed_ptr, is_changed, index, size, CHANGED)
-        order = order_of(x)
         weight = tl.exp((x - top) * scale)
-        is_kept = (order >= low) & (weight >= least_weight) & (x > float("-inf"))
+        is_kept = (x >= low) & (weight >= least_weight)
         mass += tl.where(is_kept, weight, 0.0)
         count += is_kept.to(tl.int32)
-        least = tl.where(is_kept, tl.minimum(least, order), least)
-    return tl.sum(mass, 0), tl.sum(count, 0), tl.min(least, 0)
+        least = tl.where(is_kept, tl.minimum(least, x), least)
+    return tl.sum(mass, 0), tl.sum(count, 0), order_of(tl.min(least, 0))
 
 
 @jit("num_chunks", "num_positions")
@@ -211,9 +210,8 @@ def _statistics_kernel(
     if (temperature > 0) & (is_bad == 0):
         scale = 1.0 / tl.maximum(temperature, 1.0 / LARGEST_SCALE)
         min_p = tl.load(min_p_ptr + row)
-        mass, count, low = _mass(
-            logits_ptr, changed_ptr, is_changed, size, top, scale, -0x7F800001, min_p, CHANGED, BLOCK
-        )
+        lowest = -3.4028234663852886e38  # all but -inf
+        mass, count, low = _mass(logits_ptr, changed_ptr, is_changed, size, top, scale, lowest, min_p, CHANGED, BLOCK)
         if TRUNCATE:
             top_k = tl.load(top_k_ptr + row)
             top_p = tl.load(top_p_ptr + row)
@@ -223,7 +221,7 @@ def _statistics_kernel(
                     count.to(tl.float32), top_k.to(tl.float32), False, CHANGED, BLOCK,
                 )  # fmt: skip
                 mass, count, low = _mass(
-                    logits_ptr, changed_ptr, is_changed, size, top, scale, low, min_p, CHANGED, BLOCK
+                    logits_ptr, changed_ptr, is_changed, size, top, scale, value_of(low), min_p, CHANGED, BLOCK
                 )
             if top_p < 1.0:
                 low, mass = _search(
