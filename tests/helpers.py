@@ -356,7 +356,15 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
         "dflash": [{"method": "dflash", "model": tiny_block("dflash"), "num_speculative_tokens": 3}],
         "dspark": [{"method": "dspark", "model": tiny_block("dspark", method="dspark"), "num_speculative_tokens": 3}],
         "eagle": [{"method": "eagle", "model": tiny_head("eagle", method="eagle"), "num_speculative_tokens": 3}],
-        "eagle3": [{"method": "eagle3", "model": tiny_head("eagle3"), "num_speculative_tokens": 3}],
+        "eagle3": [
+            {"method": "eagle3", "model": tiny_head("eagle3"), "num_speculative_tokens": 3},
+            {
+                "method": "eagle3",
+                "model": tiny_head("eagle3"),
+                "speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]",
+                "num_speculative_tokens": 9,
+            },
+        ],
         "extract_hidden_states": [
             {
                 "method": "extract_hidden_states",

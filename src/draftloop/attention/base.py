@@ -9,17 +9,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftloop.config.draft_tree import DraftTree
 from draftloop.errors import ConfigError
 
 
 def run_here(call: Callable[[], None]) -> None:
     """Run an attention call in place: eager, or inside a full graph."""
     call()
+
+
+class TreeMask(NamedTuple):
+    """Where the last keys of each row are a tree of drafts: those of them that each of its tokens sees."""
+
+    ancestors_Q: Tensor
+    """int64 [Q], for each token of a row: bit j is set if it sees key `kv_len - num_keys + j`. It sees itself, and of
+    two tokens only the later one may see the other. Q tokens of a row are its last Q keys."""
+    num_keys: int
+    """How many keys those are, at most 64; all before them are seen by all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +62,8 @@ class AttentionBatch:
     """False: every token of an entry sees all `kv_lens_R` keys (block drafters)."""
     invariant: bool = False
     """A token's result may depend on its row alone; see `kernels.batch_invariance`."""
+    tree: TreeMask | None = None
+    """Uniform causal batches alone. None: each token sees all keys up to its own."""
     attend: Callable[[Callable[[], None]], None] = run_here
     """Runs an attention call: in place, or between the captured segments of a piecewise graph."""
 
@@ -87,6 +100,8 @@ class AttentionBackend(ABC):
     """Each pass waits for the device, so that steps cannot overlap."""
     invariant_on: ClassVar[frozenset[str]] = frozenset()
     """Kinds of device on which it can serve batches that are `invariant`."""
+    takes_trees: ClassVar[bool] = False
+    """It has a kernel for `AttentionBatch.tree`."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self.shape = shape
@@ -101,6 +116,22 @@ class AttentionBackend(ABC):
     def check(cls, shape: AttentionShape, device_type: str) -> None:
         """Refuse a shape or device that this backend cannot serve. Raises ConfigError."""
 
+    @classmethod
+    def check_tree(cls, tree: DraftTree, sliding_window: int | None) -> None:
+        """Raises ConfigError where drafts of this shape cannot be served."""
+        if tree.is_chain:
+            return
+        if not cls.takes_trees:
+            raise ConfigError(
+                f"attention backend {cls.name} has no mask for trees, but there is a speculative_token_tree; leave it "
+                "out, or use attention backend triton or sdpa"
+            )
+        if sliding_window is not None and sliding_window <= tree.depth:
+            raise ConfigError(
+                f"speculative_token_tree is {tree.depth} drafts deep, but some layers see {sliding_window} tokens "
+                "only; make it less deep than that"
+            )
+
     @abstractmethod
     def attend(
         self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, out_THD: Tensor, *, sliding_window: int | None
@@ -108,7 +139,8 @@ class AttentionBackend(ABC):
         """Attend to the pages and write `out_THD`; keys of this pass are already in the pages.
 
         `kv_2PSGD` is one layer's cache: keys at index 0, values at 1. With a sliding window w, a
-        token at position p sees positions p-w+1 .. p. Rows with no keys get zeros, whatever the
+        token at position p sees positions p-w+1 .. p; in a tree, which is less deep than w, of the keys before
+        it. Rows with no keys get zeros, whatever the
         pages hold (pages that belong to nobody may hold NaN).
         """
 

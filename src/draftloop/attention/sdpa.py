@@ -14,8 +14,10 @@ per page, M rows of the engine, N pages per row, Q tokens of one row.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -28,16 +30,33 @@ from draftloop.kernels.opaque import define
 MAX_CACHED_QUERY_LEN = 64
 """Masks of longer (prefill) blocks are built when needed; shorter ones repeat in every layer and step."""
 MAX_KEPT_MASK = 16 << 20
+MASK_64 = 2**64 - 1
 
 
-def build_mask(query_len: int, kv_len: int, window: int, causal: bool, like: Tensor) -> Tensor:
+class Tree(NamedTuple):
+    """`TreeMask` on the host."""
+
+    ancestors: tuple[int, ...]
+    num_keys: int
+
+
+def build_mask(
+    query_len: int, kv_len: int, window: int, causal: bool, like: Tensor, tree: Tree | None = None
+) -> Tensor:
     """[Q, keys] additive mask: 0 where query i (at position kv_len - Q + i) sees key j, else -inf."""
-    offset_QS = torch.arange(kv_len, device=like.device) - torch.arange(
-        kv_len - query_len, kv_len, device=like.device
-    ).unsqueeze(1)
-    hidden = offset_QS > 0 if causal else torch.zeros_like(offset_QS, dtype=torch.bool)
+    keys_S = torch.arange(kv_len, device=like.device)
+    first = kv_len - (query_len if tree is None else tree.num_keys)
+    if tree is None:
+        positions_Q1 = torch.arange(first, kv_len, device=like.device).unsqueeze(1)
+        hidden = keys_S > positions_Q1 if causal else torch.zeros_like(keys_S > positions_Q1)
+    else:
+        # the first of its keys is the first ancestor, and one position holds one of them
+        heights = [bits.bit_count() - 1 for bits in tree.ancestors]
+        positions_Q1 = first + torch.tensor(heights, device=like.device).unsqueeze(1)
+        seen = [[bits >> place & 1 for place in range(tree.num_keys)] for bits in tree.ancestors]
+        hidden = F.pad(torch.tensor(seen, device=like.device) == 0, (first, 0))
     if window:
-        hidden |= offset_QS <= -window
+        hidden |= keys_S - positions_Q1 <= -window
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
 
 
@@ -49,15 +68,17 @@ class MaskCache:
         self._masks: dict[tuple, Tensor] = {}
         self._last: tuple[tuple, Tensor | None] = ((), None)
 
-    def get(self, query_len: int, kv_len: int, window: int, causal: bool, like: Tensor) -> Tensor:
+    def get(
+        self, query_len: int, kv_len: int, window: int, causal: bool, like: Tensor, tree: Tree | None = None
+    ) -> Tensor:
         """As `build_mask`."""
-        key = (query_len, window, causal, like.dtype, like.device)
+        key = (query_len, window, causal, like.dtype, like.device, tree)
         if query_len > MAX_CACHED_QUERY_LEN:
             return self._get_long(key, query_len, kv_len, window, causal, like)
         mask = self._masks.get(key)
         if mask is None or mask.shape[1] < kv_len:
             width = max(256, 1 << (kv_len - 1).bit_length())
-            mask = self._masks[key] = build_mask(query_len, width, window, causal, like)
+            mask = self._masks[key] = build_mask(query_len, width, window, causal, like, tree)
         return mask[:, mask.shape[1] - kv_len :]
 
     def _get_long(self, key: tuple, query_len: int, kv_len: int, window: int, causal: bool, like: Tensor) -> Tensor:
@@ -96,22 +117,26 @@ def attend_row(
     causal: bool,
     window: int,
     scale: float,
+    tree: Tree | None = None,
 ) -> None:
     """One row with at least one key. `window` 0 means none."""
     query_len, num_heads, head_dim = q_QHD.shape
     page_size, num_kv_heads = kv_2PSGD.shape[2:4]
     # whole pages before the first key that the first token sees are left out
-    first_page = max(0, kv_len - query_len + 1 - window) // page_size if window else 0
+    reach = query_len if tree is None else tree.num_keys
+    first_page = max(0, kv_len - reach + 1 - window) // page_size if window else 0
     num_keys = kv_len - first_page * page_size
     keys, values = read_pages(kv_2PSGD, pages_N[first_page : -(-kv_len // page_size)], num_keys)
 
-    if query_len == 1 and (not window or num_keys <= window):
+    if query_len == 1 and tree is None and (not window or num_keys <= window):
         # the query heads of one key/value head are its queries: keys are read once, and no mask is needed
         packed = (1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out_QHD.view(packed).copy_(scaled_dot_product_attention(q_QHD.view(packed), keys, values, scale=scale))
         return
     mask, whole = None, False
-    if causal and query_len == kv_len and not window:
+    if tree is not None:
+        mask = MASKS.get(query_len, num_keys, window, causal, q_QHD, tree)
+    elif causal and query_len == kv_len and not window:
         whole = True
     elif causal or window:
         mask = MASKS.get(query_len, num_keys, window, causal, q_QHD)
@@ -143,12 +168,14 @@ def paged_attention(
     window: int,
     scale: float,
     invariant: bool,
+    ancestors_Q: Tensor | None = None,
+    num_tree_keys: int = 0,
 ) -> None:
     """Body of `draftloop::paged_attention`. `query_len` > 0: every row has that many tokens; 0: ragged."""
     longest = 0  # of the blocks that the C kernel has answered
     # it adds up each token by itself, but is slow for many
     most = max(q_THD.shape[0], native.MAX_TOKENS) if invariant else native.MAX_TOKENS
-    if q_THD.device.type == "cpu" and 0 <= query_len <= most:
+    if q_THD.device.type == "cpu" and ancestors_Q is None and 0 <= query_len <= most:
         indices = (rows_R, query_starts_R1, kv_lens_R, page_table_MN)
         if native.takes_attention(q_THD, kv_2PSGD, out_THD, *indices):
             native.paged_attention(
@@ -171,6 +198,9 @@ def paged_attention(
     # torch's memory-efficient CUDA kernel wants aligned masks, which odd lengths do not give
     with torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH) if q_THD.is_cuda else nullcontext():
         kv_lens = kv_lens_R.tolist()
+        tree = None
+        if ancestors_Q is not None:
+            tree = Tree(tuple(bits & MASK_64 for bits in ancestors_Q.tolist()), num_tree_keys)
         starts = range(0, query_len * (len(kv_lens) + 1), query_len) if query_len else query_starts_R1.tolist()
         for entry, row in enumerate(rows_R.tolist()):
             start, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
@@ -184,7 +214,9 @@ def paged_attention(
             for at in range(start, end, step):
                 part, seen = slice(at, at + step), kv_len - (end - at - step)
                 if seen > 0:
-                    attend_row(q_THD[part], kv_2PSGD, page_table_MN[row], seen, out_THD[part], causal, window, scale)
+                    attend_row(
+                        q_THD[part], kv_2PSGD, page_table_MN[row], seen, out_THD[part], causal, window, scale, tree
+                    )
                 else:
                     out_THD[part].zero_()
         if starts[-1] < out_THD.shape[0]:
@@ -193,7 +225,8 @@ def paged_attention(
 
 _PAGED_ATTENTION = define(
     "paged_attention(Tensor q, Tensor kv, Tensor rows, Tensor query_starts, Tensor kv_lens, Tensor page_table, "
-    "Tensor(a!) out, int query_len, bool causal, int window, float scale, bool invariant) -> ()",
+    "Tensor(a!) out, int query_len, bool causal, int window, float scale, bool invariant, Tensor? ancestors=None, "
+    "int num_tree_keys=0) -> ()",
     paged_attention,
     "CPU",
     "CUDA",
@@ -205,6 +238,7 @@ class SdpaBackend(AttentionBackend):
 
     name = "sdpa"
     invariant_on = frozenset({"cpu"})
+    takes_trees = True
 
     @classmethod
     def graph_support(cls, device_type: str) -> GraphSupport:
@@ -237,4 +271,5 @@ class SdpaBackend(AttentionBackend):
             sliding_window or 0,
             self.shape.scale,
             batch.invariant,
+            *(() if batch.tree is None else batch.tree),
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport, unsupported
 from draftloop.errors import ConfigError
-from draftloop.kernels.paged_attention import paged_attention_triton
+from draftloop.kernels.paged_attention import PagedTree, paged_attention_triton
 from draftloop.kernels.triton_import import INTERPRETED, triton
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256, 512)
@@ -23,6 +23,7 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     invariant_on = frozenset({"cuda"})
+    takes_trees = True
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         super().__init__(shape, device)
@@ -69,6 +70,7 @@ class TritonBackend(AttentionBackend):
             out_THD,
             query_len=batch.max_query_len if batch.uniform else 0,
             causal=batch.causal,
+            tree=None if batch.tree is None else PagedTree(*batch.tree, batch.positions_T),
             window=sliding_window or 0,
             scale=self.shape.scale,
             num_sms=self.num_sms,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftloop.config.draft_tree import Choice, DraftTree, parse_choices
 from draftloop.config.fields import build, check, check_fields
 from draftloop.errors import ConfigError
 
@@ -27,7 +28,10 @@ class SpeculativeConfig:
     model: str | None = None
     """The drafter's model: hub id, folder or alias."""
     num_speculative_tokens: int | None = None
-    """Tokens drafted per step, 0 to 32; 0 turns speculation off."""
+    """Tokens drafted per step, 0 to 32; 0 turns speculation off. With a tree it may be left out."""
+    speculative_token_tree: tuple[Choice, ...] | None = None
+    """eagle, eagle3: drafts form this tree instead of a chain, up to 63 of them. Each is named by the ranks on its way
+    from the root: "[(0,), (1,), (0, 0)]" drafts the two likeliest tokens, and the likeliest one behind the first."""
     prompt_lookup_min: int | None = None
     """ngram: shortest run of tokens that counts as a match."""
     prompt_lookup_max: int | None = None
@@ -110,14 +114,23 @@ class SpeculativeConfig:
                 object.__setattr__(self, name, tuple(parts))
         if isinstance(self.output_dir, os.PathLike):
             object.__setattr__(self, "output_dir", os.fspath(self.output_dir))
+        if self.speculative_token_tree is not None:
+            object.__setattr__(self, "speculative_token_tree", parse_choices(self.speculative_token_tree))
         check_fields(self, _PREFIX)
+        if self.tree is not None:
+            self._check_tree(self.tree)
         num = self.num_speculative_tokens
-        self._need(num is None or 0 <= num <= MAX_SPECULATIVE_TOKENS, "num_speculative_tokens", "in [0, 32]")
+        fits = self.tree is not None or num is None or 0 <= num <= MAX_SPECULATIVE_TOKENS
+        self._need(fits, "num_speculative_tokens", "in [0, 32]")
         if self.method is None and self.model is None and num != 0:
             raise ConfigError("speculative_config names neither a method nor a model; give one, or leave it out")
         for name in ("prompt_lookup_min", "prompt_lookup_max", "max_model_len", "shard_tokens"):
             value = getattr(self, name)
             self._need(value is None or value >= 1, name, "an integer >= 1")
+        if any(part.tree is not None for part in self.drafters or ()):
+            raise ConfigError(
+                f"{_PREFIX}drafters names one with a speculative_token_tree; several drafters make chains"
+            )
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None:
             self._need(low <= high, "prompt_lookup_min", f"at most prompt_lookup_max, {high}")
@@ -131,6 +144,25 @@ class SpeculativeConfig:
     def enabled(self) -> bool:
         """False where K = 0 was asked for."""
         return self.num_speculative_tokens != 0
+
+    @property
+    def tree(self) -> DraftTree | None:
+        """None: drafts form a chain."""
+        return None if self.speculative_token_tree is None else DraftTree.of_choices(self.speculative_token_tree)
+
+    def _check_tree(self, tree: DraftTree) -> None:
+        num, most = self.num_speculative_tokens, tree.num_drafts
+        self._need(num in (None, most), "num_speculative_tokens", f"left out, or {most} as the tree has drafts")
+        object.__setattr__(self, "num_speculative_tokens", most)
+        if tree.is_chain:
+            return
+        # a tree's drafts are the likeliest ones: nothing is drawn whose probability the acceptance could use
+        with_tree = "'greedy' or left out with a speculative_token_tree"
+        self._need(self.draft_sample_method in (None, "greedy"), "draft_sample_method", with_tree)
+        with_tree = "'standard', 'synthetic' or left out with a speculative_token_tree"
+        self._need(
+            self.rejection_sample_method in (None, "standard", "synthetic"), "rejection_sample_method", with_tree
+        )
 
     def _check_suffix(self) -> None:
         for key, least, limit in (
@@ -152,6 +184,8 @@ class SpeculativeConfig:
 
     def _check_synthetic(self) -> None:
         num, rates = self.num_speculative_tokens, self.synthetic_acceptance_rates
+        if self.tree is not None:
+            num = self.tree.depth  # most that can be accepted
         length = self.synthetic_acceptance_length
         if rates is not None and length is not None:
             both = "both synthetic_acceptance_rates and synthetic_acceptance_length"
@@ -160,10 +194,12 @@ class SpeculativeConfig:
             name = "synthetic_acceptance_rates"
             self._need(all(0 <= rate <= 1 for rate in rates), name, "a list of numbers in [0, 1]")
             self._need(list(rates) == sorted(rates, reverse=True), name, "a list that never rises")
-            self._need(num is None or len(rates) == num, name, f"one number per speculative token, {num}")
+            each = "speculative token" if self.tree is None else "height of the tree"
+            self._need(num is None or len(rates) == num, name, f"one number per {each}, {num}")
         if length is not None:
             top = (MAX_SPECULATIVE_TOKENS if num is None else num) + 1
-            limit = f"in [1, num_speculative_tokens + 1], here [1, {top}]"
+            most = "num_speculative_tokens" if self.tree is None else "depth of the tree"
+            limit = f"in [1, {most} + 1], here [1, {top}]"
             self._need(1 <= length <= top, "synthetic_acceptance_length", limit)
 
     def _need(self, ok: bool, name: str, limit: str) -> None:

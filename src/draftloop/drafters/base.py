@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from draftloop.config.draft_tree import DraftTree
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.errors import ConfigError, check_known
 from draftloop.graphs.phase import Phase
@@ -162,6 +163,11 @@ class Drafter(ABC):
     def count_drafts(cls, spec: SpeculativeConfig) -> int:
         """K: most drafts of a step."""
         return (spec.num_speculative_tokens or 0) if cls.drafts else 0
+
+    @property
+    def tree(self) -> DraftTree:
+        """Which of its K drafts stands behind which: each behind the one before, unless another shape is asked for."""
+        return self.spec.tree or DraftTree.chain(self.num_drafts)
 
     @classmethod
     def needs_host(cls, spec: SpeculativeConfig) -> bool:

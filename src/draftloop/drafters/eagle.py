@@ -2,8 +2,8 @@
 
 Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", 2024 (method
 `eagle`; EAGLE-2 changed how its trees grow, not the head), and "EAGLE-3: Scaling up Inference Acceleration
-of Large Language Models via Training-Time Test", 2025 (method `eagle3`). Drafts are chains.
-What a round runs is in drafters/pairs.py.
+of Large Language Models via Training-Time Test", 2025 (method `eagle3`). Drafts are a chain, or a tree of a shape
+that the configuration gives. What a round runs is in drafters/pairs.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from draftloop.drafters.files import read_shapes
 from draftloop.drafters.fill import fill, fill_dummy
 from draftloop.drafters.locate import locate
 from draftloop.drafters.pairs import PairDrafter
+from draftloop.drafters.tree import check_width
 from draftloop.models.decoder import Decoder
 from draftloop.models.dense import attention_shape
 from draftloop.models.resolve import read_json
@@ -32,7 +33,15 @@ class EagleBase(PairDrafter[EagleConfig, EagleHead]):
 
     method: ClassVar[Method]
     options = frozenset(
-        {"model", "revision", "draft_sample_method", "attention_backend", "load_format", "max_model_len"}
+        {
+            "model",
+            "revision",
+            "draft_sample_method",
+            "attention_backend",
+            "load_format",
+            "max_model_len",
+            "speculative_token_tree",
+        }
     )
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
@@ -44,6 +53,8 @@ class EagleBase(PairDrafter[EagleConfig, EagleHead]):
         self.longest = min(spec.max_model_len or self.config.model.max_position_embeddings, target.max_model_len)
         name = resolve_attention_name(spec.attention_backend or "auto", target.device.type)
         self.backend_class = attention_backend(name, target.device.type)
+        self.backend_class.check_tree(self.tree, self.config.model.sliding_window)
+        check_width(self.tree, self.config.draft_vocab_size)
 
     def _find(self) -> tuple[EagleConfig, dict[str, str]]:
         """The head's shape and the names of its tensors. Reads no weights; raises ConfigError."""
@@ -67,6 +78,8 @@ class EagleBase(PairDrafter[EagleConfig, EagleHead]):
 
     def describe(self) -> str:
         parts = [super().describe(), f"{self.spec.model} ({self.config.layout} layout)"]
+        if not self.tree.is_chain:
+            parts.append(self.tree.describe())
         if not self.config.fuses_embedding:
             parts.append(f"reads what enters layers {', '.join(map(str, self._aux_layers))}")
         if self.longest < self.target.max_model_len:

@@ -5,13 +5,17 @@ position p, the hidden state is the target's; along the chain it is the head's o
 each acceptance the first pass runs over the verified block, and the keys and values of accepted positions,
 which the chain wrote from its own states, are made anew from the target's.
 
+Drafts may also form a tree (drafters/tree.py): each pass after the first then runs all drafts of one height.
+
 Shape suffixes: R rows, T tokens, M rows of the engine plus one, X numbers per token that the target hands over
 or rows that tokens take their states from, C width of the head, W draft vocabulary, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -19,7 +23,9 @@ from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
 from draftloop.attention.batches import ragged_batch, tail_batch
+from draftloop.attention.tree import path_slot, tree_batch
 from draftloop.drafters.base import Drafter, Rounds, sampled_name
+from draftloop.drafters.tree import LevelTables, TreeDrafts
 from draftloop.drafters.write import write_next
 from draftloop.graphs.phase import Cost, GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kernels.rms_norm import Store
@@ -92,6 +98,11 @@ class PairHead(Protocol):
         ...
 
 
+def level_name(height: int) -> str:
+    """The phase that runs a tree's drafts of one height."""
+    return f"draft.decode.{height}"
+
+
 ConfigT = TypeVar("ConfigT", bound=PairConfig)
 HeadT = TypeVar("HeadT", bound=PairHead)
 
@@ -108,7 +119,11 @@ class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
     """Tokens from which on a row drafts nothing."""
     backend_class: type[AttentionBackend]
     hidden_MC: Tensor
-    """Per engine row, the hidden state that its next chain step takes."""
+    """Per engine row, the hidden state that its next chain step takes; of a tree, several of each row."""
+
+    @property
+    def sampled(self) -> bool:
+        return super().sampled and self.tree.is_chain  # a tree's drafts are the likeliest ones
 
     def cache_specs(self) -> list[CacheSpec]:
         return [cache_spec(self.config.model, self.target.dtype)]
@@ -120,9 +135,11 @@ class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
         (kv,) = caches
-        head, page_size, block = self.head, self.target.page_size, self.num_drafts + 1
-        num_rows, width = state.padding_row + 1, self.config.model.hidden_size
-        hidden_MC = self.hidden_MC = torch.zeros(num_rows, width, dtype=self.target.dtype, device=self.target.device)
+        head, page_size, device = self.head, self.target.page_size, self.target.device
+        block = self.tree.depth + 1
+        tree = None if self.tree.is_chain else TreeDrafts(self.tree, state, device)
+        num_states, width = (state.padding_row + 1) * (tree.num_states if tree else 1), self.config.model.hidden_size
+        hidden_MC = self.hidden_MC = torch.zeros(num_states, width, dtype=self.target.dtype, device=device)
         longest = self.longest if self.longest < self.target.max_model_len else None
         num_embedded = head.embed_tokens.shape[0]
         num_known = (
@@ -133,8 +150,14 @@ class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
             # an id past our table (the target's may be padded further), and NO_DRAFT, have no embedding: any will do
             return ids.clamp(0, num_embedded - 1)
 
+        def state_rows(rows: Tensor) -> Tensor:
+            return rows * tree.num_states if tree else rows
+
         def draft(rows: Tensor, head_input_RC: Tensor, *, sampled: bool, first: bool) -> Mapping[str, Tensor]:
             logits_RW = head.logits(head_input_RC)
+            if tree:
+                tree.write(tree.levels[0], rows, logits_RW[:, :num_known], head.target_ids_W, longest)
+                return {}
             write_next(
                 state,
                 rows,
@@ -154,15 +177,23 @@ class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
             # the next prompt token, or the first token of the answer, which has been emitted by now
             ids_T = known(state.tokens_ML[row_T, batch.positions_T + 1])
             last_R = (query_starts[1:] - 1).clamp(min=0).long()
-            head(ids_T, head.fuse(aux_hidden), kv, batch, keep_R=last_R, store=Store(hidden_MC, rows))
+            head(ids_T, head.fuse(aux_hidden), kv, batch, keep_R=last_R, store=Store(hidden_MC, state_rows(rows)))
             return {}
 
         def first(launch: Launch, rows: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
-            return draft(rows, head.head_input(hidden_MC[rows]), sampled=sampled, first=True)
+            return draft(rows, head.head_input(hidden_MC[state_rows(rows)]), sampled=sampled, first=True)
 
         def prefill(
-            launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor, *, sampled: bool
+            launch: Launch,
+            rows: Tensor,
+            num_emitted: Tensor,
+            aux_hidden: Tensor,
+            path: Tensor | None = None,
+            *,
+            sampled: bool,
         ) -> Mapping[str, Tensor]:
+            if tree and path is not None:
+                aux_hidden = tree.accepted(aux_hidden, path)
             # The verified block, each position with the token after it. Past what was emitted these are leftovers;
             # causal attention hides them from the row's last token.
             batch, tokens = tail_batch(
@@ -176,7 +207,7 @@ class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
                 ahead=1,
                 num_ids=num_embedded,
             )
-            store = Store(hidden_MC, rows)
+            store = Store(hidden_MC, state_rows(rows))
             head_input_RC = head(tokens.ids_T, head.fuse(aux_hidden), kv, batch, keep_R=tokens.last_R, store=store)
             return draft(rows, head_input_RC, sampled=sampled, first=True)
 
@@ -188,6 +219,16 @@ class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
             store = Store(hidden_MC, rows)
             head_input_RC = head(tokens.ids_T, hidden_MC, kv, batch, hidden_rows_T=rows, store=store)
             return draft(rows, head_input_RC, sampled=sampled, first=False)
+
+        def decode_level(launch: Launch, rows: Tensor, *, level: LevelTables) -> Mapping[str, Tensor]:
+            assert tree is not None
+            assert level.attends is not None
+            batch, tokens = tree_batch(state, rows, level.attends, page_size, launch, num_ids=num_embedded)
+            sources_T, targets_T = tree.states(rows, level.sources_P), tree.states(rows, level.targets_P)
+            store = Store(hidden_MC, targets_T)
+            head_input_TC = head(tokens.ids_T, hidden_MC, kv, batch, hidden_rows_T=sources_T, store=store)
+            tree.write(level, rows, head.logits(head_input_TC)[:, :num_known], head.target_ids_W, longest)
+            return {}
 
         support = self.backend_class.graph_support(self.target.device.type)
         full = {GraphMode.FULL} if support.uniform else set()
@@ -220,27 +261,49 @@ class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
                 Phase(
                     name=sampled_name("draft.prefill", sampled),
                     fn=lambda launch, s=sampled, **slots: prefill(launch, sampled=s, **slots),
-                    slots={"rows": rows, "num_emitted": num_emitted, "aux_hidden": aux},
-                    tokens_per_row=block,
+                    slots={
+                        "rows": rows,
+                        "num_emitted": num_emitted,
+                        "aux_hidden": aux,
+                        **({"path": path_slot(self.tree)} if tree else {}),
+                    },
+                    tokens_per_row=self.num_drafts + 1,
                     modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full}),
                     reason=support.reason,
                     cost=head.cost(fused=True, tokens_per_row=block),
                 ),
-                Phase(
-                    name=sampled_name("draft.decode", sampled),
-                    fn=lambda launch, s=sampled, **slots: decode(launch, sampled=s, **slots),
-                    slots={"rows": rows},
-                    # never piecewise: that pads tokens, and attention would read past its rows
-                    modes=frozenset({GraphMode.NONE, *full}),
-                    reason=support.reason or "one token per row is captured whole or not at all",
-                    cost=head.cost(fused=False),
-                ),
             ]
+            # never piecewise: that pads tokens, and attention would read past its rows
+            step = Phase(
+                name=sampled_name("draft.decode", sampled),
+                fn=lambda launch, s=sampled, **slots: decode(launch, sampled=s, **slots),
+                slots={"rows": rows},
+                modes=frozenset({GraphMode.NONE, *full}),
+                reason=support.reason or "one token per row is captured whole or not at all",
+                cost=head.cost(fused=False),
+            )
+            phases += self._levels(step, decode_level, tree) if tree else [step]
         return phases
+
+    def _levels(self, step: Phase, decode_level: Callable, tree: TreeDrafts) -> list[Phase]:
+        """In a chain's place: a phase for each height from 1 on, over as many tokens of each row as it has places."""
+        return [
+            replace(
+                step,
+                name=level_name(height),
+                fn=partial(decode_level, level=level),
+                tokens_per_row=len(level.targets_P),
+                reason=step.reason.replace("one token per row", "a level of a tree"),
+            )
+            for height, level in enumerate(tree.levels)
+            if height
+        ]
 
     def rounds(self, *, sampled: bool) -> Rounds:
         sampled = sampled and self.sampled
         chain = (sampled_name("draft.decode", sampled),) * (self.num_drafts - 1)
+        if not self.tree.is_chain:
+            chain = tuple(level_name(height) for height in range(1, self.tree.depth))
         return Rounds(
             prompt=("draft.prompt",),
             first=(sampled_name("draft.first", sampled), *chain),

@@ -36,6 +36,7 @@ class PEagleDrafter(Eagle3Drafter):
     name = "peagle"
     method = "peagle"
     in_parallel = "peagle"
+    options = Eagle3Drafter.options - {"speculative_token_tree"}
 
     fused_MQC: Tensor
     """Per engine row, what `fc` makes of the target's states of its new positions, of which there are `num_new_M`."""

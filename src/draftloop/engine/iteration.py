@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draftloop.drafters.base import Drafter
-from draftloop.engine.target import accept_name, verify_name
+from draftloop.engine.target import accept_name, after_accept, verify_name
 from draftloop.graphs.phase import GraphMode, Phase, chain
 from draftloop.sampling.sampler import SamplingKind
 
@@ -19,7 +19,8 @@ def iteration_phases(phases: Sequence[Phase], drafter: Drafter | None) -> list[P
     for kind in SamplingKind:
         num_drafts = drafter.num_drafts if drafter else 0
         next_round = drafter.rounds(sampled=kind is not SamplingKind.GREEDY).next if drafter else ()
-        names = [verify_name(num_drafts), accept_name("accept", kind, num_drafts), *next_round]
+        order = after_accept(drafter.tree) if drafter else ()
+        names = [verify_name(num_drafts), accept_name("accept", kind, num_drafts), *order, *next_round]
         parts = [by_name[name] for name in names]
         if all(GraphMode.FULL in part.modes for part in parts):
             chains.append(chain(iteration_name(kind), parts))

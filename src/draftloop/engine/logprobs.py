@@ -10,14 +10,19 @@ an outcome.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from draftloop.attention.tree import path_slot
+from draftloop.config.draft_tree import DraftTree
 from draftloop.graphs.phase import Launch, Output, Pad, Phase, Slot, Unit
 from draftloop.kvcache.rows import RowState
 from draftloop.request import Logprob, Logprobs
+from draftloop.sampling.accept_tree import TreeTables, tree_probabilities
 from draftloop.sampling.commit import OUTCOME_COUNTS, target_probabilities
 from draftloop.sampling.logits_processors import LogitsProcessor
 from draftloop.sampling.logprobs import CHUNK, raw_logprobs, token_logprobs
@@ -29,7 +34,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 def logprob_phases(
     state: RowState,
     *,
-    num_drafts: int,
+    tree: DraftTree,
     outcome_width: int,
     vocab_size: int,
     dtype: torch.dtype,
@@ -39,12 +44,19 @@ def logprob_phases(
 ) -> list[Phase]:
     """`logprobs` and `logprobs.decode` after the accept phases, `logprobs.first` after `accept.prompt`."""
     pair = (1 + num_top,)
+    num_drafts, branches = tree.num_drafts, not tree.is_chain
+    tables = TreeTables.of(tree, state.num_tokens_M.device)
 
     def logprobs(rows: Tensor, logits_XV: Tensor, k: int, num_emitted_R: Tensor) -> Tensor:
         if mode == "raw_logprobs":
             return raw_logprobs(logits_XV)
         lengths_R = state.num_tokens_M.index_select(0, rows) - num_emitted_R
         kind = SamplingKind.CONSTRAINED
+        if k and branches:
+            probs_RQV = tree_probabilities(
+                state, rows, logits_XV, tables, kind=kind, processors=processors, lengths_R=lengths_R
+            )
+            return probs_RQV.flatten(0, 1).log()
         probs_RQV = target_probabilities(
             state, rows, logits_XV, k, kind=kind, processors=processors, lengths_R=lengths_R
         )
@@ -54,6 +66,20 @@ def logprob_phases(
         first = len(OUTCOME_COUNTS)
         emitted_RQ = outcome[:, first : first + 1 + k]
         ids_XP, values_XP = token_logprobs(logprobs(rows, logits, k, outcome[:, 0]), emitted_RQ.flatten(), num_top)
+        return {"logprob_ids": ids_XP, "logprobs": values_XP}
+
+    def report_branch(
+        launch: Launch, rows: Tensor, logits: Tensor, outcome: Tensor, path: Tensor
+    ) -> Mapping[str, Tensor]:
+        # the emitted tokens' own, where a chain's would be
+        first, num_places, length = len(OUTCOME_COUNTS), 1 + num_drafts, 1 + tree.depth
+        logprobs_RQV = logprobs(rows, logits, num_drafts, outcome[:, 0]).unflatten(0, (-1, num_places))
+        places_RJ1 = path.long().clamp(0, num_places - 1)[:, :, None]
+        logprobs_RJV = logprobs_RQV.gather(1, places_RJ1.expand(-1, -1, logprobs_RQV.shape[2]))
+        emitted_RJ = outcome[:, first : first + length]
+        reported = token_logprobs(logprobs_RJV.flatten(0, 1), emitted_RJ.flatten(), num_top)
+        padding = (0, 0, 0, num_places - length)
+        ids_XP, values_XP = (F.pad(x.unflatten(0, (-1, length)), padding).flatten(0, 1) for x in reported)
         return {"logprob_ids": ids_XP, "logprobs": values_XP}
 
     def report_first(
@@ -69,11 +95,12 @@ def logprob_phases(
     phases = [
         Phase(
             name=logprobs_name(k),
-            fn=lambda launch, k=k, **slots: report(launch, k=k, **slots),
+            fn=report_branch if k and branches else partial(report, k=k),
             slots={
                 "rows": rows,
                 "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=(vocab_size,), pad=Pad.KEEP),
                 "outcome": Slot(unit=Unit.ROW, dtype=torch.int32, shape=(outcome_width,), pad=Pad.KEEP),
+                **({"path": path_slot(tree)} if k and branches else {}),
             },
             outputs={
                 "logprob_ids": Output(unit=Unit.TOKEN, dtype=torch.int32, shape=pair),

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from draftloop.attention.registry import attention_backend, resolve_attention_name
+from draftloop.config.draft_tree import DraftTree
 from draftloop.config.engine import EngineConfig
 from draftloop.config.env import Environment
 from draftloop.config.resolve import Facts, Resolved, resolve
@@ -111,6 +112,9 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)
     if config.deterministic:
         _check_deterministic(config, device.type)
+    if spec and spec.tree:
+        for layer in range(model_config.num_layers):
+            backend_class.check_tree(spec.tree, model_config.window(layer))
     for shape in shapes:
         backend_class.check(shape, device.type)
     drafter: Drafter | None = None
@@ -179,7 +183,8 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         model,
         target_caches,
         state,
-        num_drafts=num_drafts,
+        tree=drafter.tree if drafter else DraftTree.chain(0),
+        caches=pool.caches[: len(target_specs)],
         page_size=resolved.block_size,
         support=backend_class.graph_support(device.type),
         aux_layers=drafter.aux_layers if drafter else (),
@@ -191,7 +196,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     )
     phases += logprob_phases(
         state,
-        num_drafts=num_drafts,
+        tree=drafter.tree if drafter else DraftTree.chain(0),
         outcome_width=outcome_width(num_drafts, several),
         vocab_size=model_config.vocab_size,
         dtype=dtype,
@@ -278,6 +283,11 @@ def _check_deterministic(config: EngineConfig, device_type: str) -> None:
                 f"deterministic is set, but results of attention backend {name!r} depend on the batch on device "
                 f"{device_type!r}; leave attention_backend out"
             )
+    if spec and spec.tree and not spec.tree.is_chain:
+        raise ConfigError(
+            "deterministic is set, but where a token's keys lie in a speculative_token_tree depends on its branch; "
+            "leave one out"
+        )
 
 
 def _rule(config: EngineConfig) -> Rule:
@@ -299,7 +309,7 @@ def _synthetic_rates(config: EngineConfig, drafter: Drafter | None) -> list[floa
     if not drafter.forced_acceptance and spec.rejection_sample_method != "synthetic":
         return None
     return conditional_rates(
-        drafter.num_drafts,
+        drafter.tree.depth,
         synthetic_acceptance_rates=spec.synthetic_acceptance_rates,
         synthetic_acceptance_length=spec.synthetic_acceptance_length,
     )

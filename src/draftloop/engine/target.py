@@ -14,11 +14,15 @@ from torch import Tensor
 
 from draftloop.attention.base import GraphSupport
 from draftloop.attention.batches import ragged_batch, tail_batch
+from draftloop.attention.tree import TreePass, path_slot, tree_batch
+from draftloop.config.draft_tree import DraftTree
 from draftloop.engine.logprobs import prompt_outputs, prompt_report
 from draftloop.graphs.phase import GraphMode, Launch, Output, Pad, Phase, Slot, Unit
+from draftloop.kernels.compact_kv import compact_kv
 from draftloop.kvcache.rows import RowState
 from draftloop.models.decoder import Decoder, LayerCaches
 from draftloop.sampling.accept import accept_sampled_rows, accept_synthetic_rows
+from draftloop.sampling.accept_tree import TreeTables, accept_tree_greedy, accept_tree_sampled
 from draftloop.sampling.commit import (
     OUTCOME_COUNTS,
     Rule,
@@ -35,7 +39,8 @@ def target_phases(
     kv: LayerCaches,
     state: RowState,
     *,
-    num_drafts: int,
+    tree: DraftTree,
+    caches: Sequence[Tensor],
     page_size: int,
     support: GraphSupport,
     aux_layers: tuple[int, ...] = (),
@@ -53,6 +58,8 @@ def target_phases(
     `target.decode`    the same without drafts, for batches in which nobody speculates
     `accept`           logits -> emitted tokens; the rows are that much longer
     `accept.prompt`    the same for the first token after a prompt
+    `target.compact`   after `accept`, where drafts form a tree: the accepted branch's keys and values, of all
+                       `caches`, move to where those of a chain are
 
     With `several_drafters` the last column of an outcome says which of them drafted.
 
@@ -60,6 +67,8 @@ def target_phases(
     drafts of sampled rows; with `synthetic_rates` drafts are accepted by coin.
     """
     device, dtype = model.lm_head.device, model.lm_head.dtype
+    num_drafts, branches = tree.num_drafts, not tree.is_chain
+    block, tables = TreePass.block(tree, device), TreeTables.of(tree, device)
 
     def aux_output(aux: list[Tensor]) -> dict[str, Tensor]:
         return {"aux_hidden": torch.cat(aux, -1)} if aux_layers else {}
@@ -78,7 +87,11 @@ def target_phases(
         return outputs
 
     def verify(launch: Launch, rows: Tensor, *, k: int) -> Mapping[str, Tensor]:
-        batch, tokens = tail_batch(state, rows, 1 + k, page_size, launch, offset=-1, num_ids=model.config.vocab_size)
+        num_ids = model.config.vocab_size
+        if k and branches:
+            batch, tokens = tree_batch(state, rows, block, page_size, launch, num_ids=num_ids)
+        else:
+            batch, tokens = tail_batch(state, rows, 1 + k, page_size, launch, offset=-1, num_ids=num_ids)
         hidden_TC, aux = model(tokens.ids_T, kv, batch, aux_layers=aux_layers)
         return {"logits": model.logits(hidden_TC, out_TV=launch.outputs.get("logits")), **aux_output(aux)}
 
@@ -100,6 +113,18 @@ def target_phases(
         if several_drafters:
             outcome_RO = torch.cat([outcome_RO, state.drafted_by_M[rows][:, None]], 1)
         return {"num_emitted": num_emitted_R, "outcome": outcome_RO}
+
+    def accept_branch(launch: Launch, rows: Tensor, logits: Tensor, *, kind: SamplingKind) -> Mapping[str, Tensor]:
+        if kind is SamplingKind.GREEDY:
+            emitted = accept_tree_greedy(state, rows, logits, tables, rates_K)
+        else:
+            emitted = accept_tree_sampled(state, rows, logits, tables, rates_K, kind=kind, processors=processors)
+        return dict(zip(("num_emitted", "outcome", "path"), emitted, strict=True))
+
+    def compact(launch: Launch, rows: Tensor, num_emitted: Tensor, path: Tensor) -> Mapping[str, Tensor]:
+        for kv_L2PSGD in caches:
+            compact_kv(kv_L2PSGD, rows, path, num_emitted, state.num_tokens_M, state.page_table_MN)
+        return {}
 
     def accept_prompt(
         launch: Launch, ending_rows: Tensor, prompt_logits: Tensor, *, kind: SamplingKind
@@ -146,6 +171,7 @@ def target_phases(
         "num_emitted": counts,
         "outcome": Output(unit=Unit.ROW, dtype=torch.int32, shape=(outcome_width(num_drafts, several_drafters),)),
     }
+    path = {"path": Output(unit=Unit.ROW, dtype=torch.int32, shape=(1 + tree.depth,))}
     for k in sorted({num_drafts, 0}, reverse=True):
         phases.append(
             Phase(
@@ -162,13 +188,25 @@ def target_phases(
         phases += [
             Phase(
                 name=accept_name("accept", kind, k),
-                fn=lambda launch, k=k, kind=kind, **slots: accept(launch, k=k, kind=kind, **slots),
+                fn=partial(accept_branch, kind=kind) if k and branches else partial(accept, k=k, kind=kind),
                 slots=slots,
-                outputs=outcome,
+                outputs=outcome | path if k and branches else outcome,
                 tokens_per_row=1 + k,
             )
             for kind in SamplingKind
         ]
+    if branches:
+        phases.append(
+            Phase(
+                name=COMPACT,
+                fn=compact,
+                slots={
+                    "rows": rows,
+                    "num_emitted": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP),
+                    "path": path_slot(tree),
+                },
+            )
+        )
     phases += [
         Phase(
             name=accept_name("accept.prompt", kind),
@@ -192,6 +230,15 @@ def prefill_name(*, report: bool = False) -> str:
 def outcome_width(num_drafts: int, several_drafters: bool) -> int:
     """Columns of an outcome: counts, tokens, and which of several drafters drafted."""
     return len(OUTCOME_COUNTS) + 1 + num_drafts + several_drafters
+
+
+COMPACT = "target.compact"
+"""The phase after `accept` where drafts form a tree."""
+
+
+def after_accept(tree: DraftTree) -> tuple[str, ...]:
+    """Phases that bring an accepted block in order, before anybody reads the target's cache again."""
+    return () if tree.is_chain else (COMPACT,)
 
 
 def verify_name(num_drafts: int) -> str:

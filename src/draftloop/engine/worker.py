@@ -9,12 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from draftloop.config.draft_tree import DraftTree
 from draftloop.drafters.base import Drafter, HostRow, Rounds
 from draftloop.engine.device_loop import DeviceLoop
 from draftloop.engine.flight import InFlight, StepInFlight
 from draftloop.engine.iteration import iteration_name
 from draftloop.engine.logprobs import logprobs_name
-from draftloop.engine.target import accept_name, prefill_name, verify_name
+from draftloop.engine.target import accept_name, after_accept, prefill_name, verify_name
 from draftloop.graphs.table import GraphTable
 from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import MAX_STOP_IDS, NO_DRAFT, NO_STOP, NULL_PAGE, RowState
@@ -44,7 +45,8 @@ class Worker:
         self._drafter_has_caches = drafter is not None and bool(drafter.cache_specs())
         self.seed, self.overlaps = seed, overlaps
         self.device = state.num_tokens_M.device
-        self.num_drafts = drafter.num_drafts if drafter else 0
+        self.tree = drafter.tree if drafter else DraftTree.chain(0)
+        self.num_drafts = self.tree.num_drafts
         self.observes = drafter is not None and drafter.observes
         self._on_host = drafter is not None and drafter.needs_host(drafter.spec)
         self._rows_written: list[int] = []
@@ -216,6 +218,8 @@ class Worker:
         if read_drafts is not None:
             self._write_masks(following, read_drafts())  # while the target verifies
         flight.copy("outcome", run(accept_name("accept", kind, num_drafts), num_rows)["outcome"])
+        for phase in after_accept(self.tree) if num_drafts else ():
+            run(phase, num_rows)
         if any(sequence.params.logprobs is not None for sequence in sequences):
             outputs = run(logprobs_name(num_drafts), num_rows)
             flight.copy("logprob_ids", outputs["logprob_ids"].unflatten(0, (num_rows, 1 + num_drafts)))
@@ -269,7 +273,10 @@ class Worker:
         masks_RQW = torch.empty(len(sequences), 1 + len(drafts[0]), grammar_MQW.shape[2], dtype=torch.int32)
         for sequence, row_drafts, masks_QW in zip(sequences, drafts, masks_RQW, strict=True):
             assert sequence.grammar is not None
-            sequence.grammar.fill_masks(row_drafts, masks_QW)
+            for path in self.tree.leaf_paths if row_drafts else [(0,)]:
+                masks_JW = masks_QW[list(path)]
+                sequence.grammar.fill_masks([row_drafts[place - 1] for place in path[1:]], masks_JW)
+                masks_QW[list(path)] = masks_JW
         rows = self._stage(torch.tensor([sequence.row for sequence in sequences])).to(self.device, non_blocking=True)
         masks_RQW = self._stage(masks_RQW).to(self.device, non_blocking=True)
         grammar_MQW[:, : masks_RQW.shape[1]].index_copy_(0, rows, masks_RQW)

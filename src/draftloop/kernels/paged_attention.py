@@ -13,6 +13,7 @@ per page, M rows of the engine, N pages per row, X splits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ CTAS_PER_SM = 2
 """How many programs an SM holds at once with the tiles below; also what hides the latency of loads."""
 
 
-@jit("num_rows", "num_tokens", "table_width", "query_len", "num_splits", "split_blocks")
+@jit("num_rows", "num_tokens", "table_width", "query_len", "num_splits", "split_blocks", "tree_keys")
 def _attend_kernel(
     q_ptr,
     k_ptr,
@@ -40,12 +41,15 @@ def _attend_kernel(
     starts_ptr,
     kv_lens_ptr,
     table_ptr,
+    ancestors_ptr,
+    positions_ptr,
     num_rows,
     num_tokens,
     table_width,
     query_len,  # of every row, if UNIFORM
     num_splits,
     split_blocks,  # of every split, if FIXED
+    tree_keys,  # the last keys of a row, if TREE
     scale_log2,
     q_stride_t,
     q_stride_h,
@@ -60,6 +64,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr,
     UNIFORM: tl.constexpr,
     CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,  # of the last keys each token sees its ancestors; UNIFORM and CAUSAL
     WINDOW: tl.constexpr,  # 0: none
     SPLIT: tl.constexpr,  # num_splits > 1
     FIXED: tl.constexpr,  # splits begin at the same keys whatever a row's length
@@ -109,6 +114,13 @@ def _attend_kernel(
     m_live = (query < num_queries) & (m < BLOCK_Q * GROUP)
     position = kv_len - num_queries + query
     token = start + query
+    lowest_position = first_position
+    first_tree_key, ancestors = kv_len, query
+    if TREE:
+        first_tree_key = kv_len - tree_keys
+        lowest_position = first_tree_key
+        ancestors = tl.load(ancestors_ptr + query, mask=m_live, other=0)
+        position = tl.load(positions_ptr + token, mask=m_live, other=0)
     d = tl.arange(0, BLOCK_D)
     d_live = d < HEAD_DIM
     q = tl.load(
@@ -123,7 +135,7 @@ def _attend_kernel(
         end_key = tl.maximum(tl.minimum(kv_len, first_position + BLOCK_Q), 0)
     first_block = 0
     if WINDOW > 0:
-        first_block = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N
+        first_block = tl.maximum(lowest_position - WINDOW + 1, 0) // BLOCK_N
     num_blocks = tl.maximum(tl.cdiv(end_key, BLOCK_N) - first_block, 0)
     begin = first_block + num_blocks * split // num_splits
     end = first_block + num_blocks * (split + 1) // num_splits
@@ -153,7 +165,12 @@ def _attend_kernel(
 
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         seen = key_live[None, :]
-        if CAUSAL:
+        if TREE:
+            place = key - first_tree_key
+            bit = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
+            is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) != 0
+            seen = seen & (is_ancestor | (place < 0)[None, :])
+        elif CAUSAL:
             seen = seen & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (key[None, :] > position[:, None] - WINDOW)
@@ -220,6 +237,15 @@ def _combine_kernel(
     result = tl.sum(partial * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     out_offset = token * out_stride_t + head * out_stride_h + d
     tl.store(out_ptr + out_offset, result.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+class PagedTree(NamedTuple):
+    """`attention.base.TreeMask` of a uniform batch, and its positions, which are not those of the keys."""
+
+    ancestors_Q: Tensor
+    num_keys: int
+    positions_T: Tensor
+    """int64"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +337,7 @@ def paged_attention_triton(
     window: int,
     scale: float,
     num_sms: int,
+    tree: PagedTree | None = None,
     pdl: bool = False,
     invariant: bool = False,
     tiles: Tiles | None = None,
@@ -328,6 +355,7 @@ def paged_attention_triton(
     num_rows = rows_R.shape[0]
     if not num_tokens:
         return
+    assert tree is None or (query_len and causal and tree.ancestors_Q.shape[0] == query_len)
     keys, values = kv_2PSGD.unbind(0)
     assert q_THD.stride(2) == out_THD.stride(2) == keys.stride(3) == page_table_MN.stride(1) == 1
     group = num_heads // num_kv_heads
@@ -363,12 +391,15 @@ def paged_attention_triton(
         query_starts_R1,
         kv_lens_R,
         page_table_MN,
+        rows_R if tree is None else tree.ancestors_Q,
+        rows_R if tree is None else tree.positions_T,
         num_rows,
         num_tokens,
         page_table_MN.stride(0),
         query_len,
         splits,
         tiles.split_blocks,
+        0 if tree is None else tree.num_keys,
         scale * 1.4426950408889634,  # log2(e): the kernel works with powers of 2
         q_THD.stride(0),
         q_THD.stride(1),
@@ -383,6 +414,7 @@ def paged_attention_triton(
         PAGE_SIZE=page_size,
         UNIFORM=query_len > 0,
         CAUSAL=causal,
+        TREE=tree is not None,
         WINDOW=window,
         SPLIT=splits > 1,
         FIXED=tiles.split_blocks > 0,

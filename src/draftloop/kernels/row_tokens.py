@@ -155,7 +155,8 @@ def _row_tokens_kernel(
         tl.store(starts_ptr + entry + 1, (entry + 1) * num_per_row)
 
 
-def _empty(num_rows: int, num_per_row: int, device: torch.device) -> RowTokens:
+def empty_tokens(num_rows: int, num_per_row: int, device: torch.device) -> RowTokens:
+    """Uninitialised memory for the tokens of a pass."""
     ids_T, positions_T, slots_T = torch.empty(3, num_rows * num_per_row, dtype=torch.int64, device=device).unbind(0)
     return RowTokens(
         ids_T=ids_T,
@@ -180,7 +181,7 @@ def row_tokens_triton(
     num_ids: int,
 ) -> RowTokens:
     """Twin of `row_tokens_torch`, one launch."""
-    out = _empty(rows_R.shape[0], num_per_row, rows_R.device)
+    out = empty_tokens(rows_R.shape[0], num_per_row, rows_R.device)
     _row_tokens_kernel[(rows_R.shape[0],)](
         rows_R,
         *sequences,
@@ -227,7 +228,7 @@ def row_tokens(
     if rows_R.is_cuda:
         run = row_tokens_triton
     elif native.available() and rows_R.device.type == "cpu":
-        out = _empty(rows_R.shape[0], num_per_row, rows_R.device)
+        out = empty_tokens(rows_R.shape[0], num_per_row, rows_R.device)
         native.row_tokens(
             rows_R, *sequences, num_drafted_M, emitted_R, *out, num_per_row, page_size, offset, ahead, num_ids
         )

@@ -1,0 +1,404 @@
+"""Kernels over trees of drafts against their torch references, and those against what is written out here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import TOLERANCE, Case, backend, make
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_row_state import PAGE, VOCAB, draft_rows, make_state, sequences, some_rows
+from torch import Tensor
+
+from draftloop.attention.base import AttentionBackend
+from draftloop.attention.registry import attention_backend
+from draftloop.attention.tree import TreePass
+from draftloop.config.draft_tree import DraftTree
+from draftloop.drafters.tree import LevelTables
+from draftloop.errors import ConfigError
+from draftloop.graphs.tape import TapeRecorder
+from draftloop.kernels.argmax import chunk_maxima
+from draftloop.kernels.compact_kv import compact_kv_torch, compact_kv_triton
+from draftloop.kernels.paged_attention import PagedTree, choose_tiles, paged_attention_triton
+from draftloop.kernels.tree_tokens import tree_tokens_torch, tree_tokens_triton
+from draftloop.kernels.write_children import top_k_torch, write_children_torch, write_children_triton
+from draftloop.kvcache.rows import NO_DRAFT, RowState
+from draftloop.sampling.accept_tree import TreeTables, accept_tree_torch, accept_tree_triton
+from trees import SIXTEEN, random_choices
+
+FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SEEDS = st.integers(0, 10**6)
+SMALL = DraftTree.of_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0)])
+
+
+def random_tree(seed: int, most: int = 63) -> DraftTree:
+    return DraftTree.of_choices(random_choices(seed, most=most))
+
+
+# ---- attention ------------------------------------------------------------------------------
+
+
+def dense(q_QHD: Tensor, k_SGD: Tensor, v_SGD: Tensor, seen: list[list[int]], case: Case) -> Tensor:
+    """Softmax attention of one row in fp32; `seen`: the keys of each token."""
+    out = torch.zeros(q_QHD.shape)
+    for token, keys in enumerate(seen):
+        for head in range(case.heads):
+            kv_head = head // (case.heads // case.kv_heads)
+            score = k_SGD[keys, kv_head].float() @ q_QHD[token, head].float() / math.sqrt(case.head_dim)
+            out[token, head] = torch.softmax(score, 0) @ v_SGD[keys, kv_head].float()
+    return out
+
+
+def passes(tree: DraftTree) -> list[tuple[list[tuple[int, ...]], int]]:
+    """What the block and each level bring: the keys of the tree that each token sees, and how many there are."""
+    block = list(tree.paths)
+    inner = [place for place in range(1, tree.num_places) if tree.num_children[place]]
+    found = [(block, tree.num_places)]
+    for level in tree.levels[1:]:
+        seen = [tuple(inner.index(p) for p in tree.paths[place][1:]) for place in level.places]
+        found.append((seen, inner.index(level.places[-1]) + 1))
+    return found
+
+
+def tree_passes(tree: DraftTree, device: torch.device) -> list[TreePass]:
+    return [TreePass.block(tree, device), *(TreePass.level(tree, level, device) for level in tree.levels[1:])]
+
+
+def check_attention(
+    name: str,
+    tree: DraftTree,
+    which: int,
+    befores: list[int | None],
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    num_splits: int | None = None,
+    window: int | None = None,
+    **shape: int,
+) -> None:
+    """Rows with so many keys before their tree; None is a padding row."""
+    seen, num_keys = passes(tree)[which]
+    of = tree_passes(tree, device)[which]
+    num_queries = len(seen)
+    lens = tuple((num_queries, 0 if before is None else before + num_keys) for before in befores)
+    case = Case(lens=lens, uniform=True, seed=num_keys, **shape)
+    q, kv, batch, _ = make(case, device, dtype)
+    expected = torch.zeros(q.shape)
+    positions = torch.zeros(q.shape[0], dtype=torch.int64, device=device)
+    for entry, before in enumerate(befores):
+        if before is None:
+            continue
+        pages = batch.page_table_MN[batch.rows_R[entry].item()].long()
+        keys, values = (kv[side][pages[pages > 0]].flatten(0, 1).cpu() for side in (0, 1))
+        mine = slice(entry * num_queries, (entry + 1) * num_queries)
+        heights = [len(path) - 1 for path in seen]
+        positions[mine] = torch.tensor([before + height for height in heights])
+        first = [0 if window is None else max(0, before + height - window + 1) for height in heights]
+        visible = [
+            [*range(start, before), *(before + key for key in path)] for start, path in zip(first, seen, strict=True)
+        ]
+        expected[mine] = dense(q[mine].cpu(), keys, values, visible, case)
+    batch = replace(batch, tree=of.mask, positions_T=positions)
+    out = torch.full_like(q, float("nan"))
+    if num_splits is None:
+        backend(name, case, device, dtype).attend(q, kv, batch, out, sliding_window=window)
+    else:
+        sizes = {"num_tokens": q.shape[0], "num_rows": len(lens), "query_len": num_queries, "num_sms": 1}
+        tiles = choose_tiles(
+            **sizes,
+            group=case.heads // case.kv_heads,
+            num_kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            itemsize=q.element_size(),
+            max_keys=batch.page_table_MN.shape[1] * case.page_size,
+        )
+        paged_attention_triton(
+            q,
+            kv,
+            batch.rows_R,
+            batch.query_starts_R1,
+            batch.kv_lens_R,
+            batch.page_table_MN,
+            out,
+            query_len=num_queries,
+            causal=True,
+            window=window or 0,
+            scale=case.head_dim**-0.5,
+            num_sms=1,
+            tree=PagedTree(*of.mask, positions),
+            tiles=replace(tiles, num_splits=num_splits),
+        )
+    torch.testing.assert_close(out.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+NAMES = pytest.mark.parametrize("name", ["sdpa", "triton"])
+FULL = DraftTree.of_choices([*((rank,) for rank in range(9)), *((rank // 6, rank % 6) for rank in range(54))])
+"""As many places as a mask has bits."""
+
+
+@NAMES
+@FEW
+@given(seed=SEEDS, data=st.data())
+def test_each_token_sees_what_comes_before_the_tree_and_its_ancestors(name, device, seed, data):
+    tree = random_tree(seed, most=20)
+    which = data.draw(st.integers(0, len(passes(tree)) - 1))
+    befores = data.draw(st.lists(st.none() | st.integers(0, 60), min_size=1, max_size=3))
+    window = data.draw(st.none() | st.integers(tree.depth + 1, 40))
+    check_attention(name, tree, which, befores, device, window=window)
+
+
+@NAMES
+def test_a_tree_as_large_as_may_be(name, device):
+    assert FULL.num_places == 64
+    for which in range(2):
+        check_attention(name, FULL, which, [0, 33], device)
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+def test_splits_of_the_keys(device, num_splits):
+    for window in (None, 20):
+        check_attention("triton", SMALL, 0, [150, 3, None], device, num_splits=num_splits, window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (8, 4, 256)], ids=str)
+def test_trees_over_model_shapes(dtype, heads, kv_heads, head_dim):
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    for tree in (DraftTree.of_choices(random_choices(3)), SMALL, FULL):
+        for which in range(len(passes(tree))):
+            check_attention("triton", tree, which, [700], torch.device("cuda"), dtype=dtype, **shape)
+            check_attention("triton", tree, which, [1000, None, 63, 300], torch.device("cuda"), dtype=dtype, **shape)
+
+
+def test_a_tape_of_a_tree_follows_lengths():
+    """One op that reads the lengths of each replay."""
+    device, mask = torch.device("cpu"), TreePass.block(SMALL, torch.device("cpu")).mask
+    case = Case(lens=((SMALL.num_places, 35), (SMALL.num_places, 20)), uniform=True)
+    q, kv, batch, _ = make(case, device, torch.float32)
+    batch = replace(batch, tree=mask)
+    sdpa, eager, out = backend("sdpa", case, device, torch.float32), torch.empty_like(q), torch.empty_like(q)
+    sdpa.attend(q, kv, batch, eager, sliding_window=None)
+    lens = batch.kv_lens_R.clone()
+    batch.kv_lens_R.copy_(torch.tensor([9, 0]))
+    tape = TapeRecorder().record(lambda _: sdpa.attend(q, kv, batch, out, sliding_window=None), piecewise=False)
+    batch.kv_lens_R.copy_(lens)
+    tape.replay()
+    assert torch.equal(out, eager)
+
+
+def test_backends_say_which_trees_they_take():
+    flashinfer: type[AttentionBackend] = attention_backend("flashinfer", "cuda")
+    with pytest.raises(ConfigError, match="flashinfer has no mask for trees"):
+        flashinfer.check_tree(SMALL, None)
+    flashinfer.check_tree(DraftTree.chain(7), None)
+    triton = attention_backend("triton", "cuda")
+    triton.check_tree(SMALL, 4)
+    with pytest.raises(ConfigError, match="3 drafts deep, but some layers see 3 tokens only"):
+        triton.check_tree(SMALL, 3)
+
+
+# ---- row state ------------------------------------------------------------------------------
+
+
+def tree_state(seed: int, tree: DraftTree, device: torch.device) -> RowState:
+    """As `make_state`, for the drafts of a tree."""
+    state = make_state(seed, torch.device("cpu"))
+    noise = torch.Generator().manual_seed(seed)
+    rows, padding = state.num_tokens_M.shape[0], state.padding_row
+    drafts = torch.randint(NO_DRAFT, VOCAB + 3, (rows, tree.num_drafts), generator=noise, dtype=torch.int32)
+    drafts[padding] = NO_DRAFT
+    pages = torch.zeros(rows, 40, dtype=torch.int32)
+    # no two rows share a page
+    pages[:padding] = (torch.randperm(padding * 40, generator=noise) + 1).view(padding, 40)
+    limit = torch.randint(0, tree.num_drafts + 1, (rows,), generator=noise, dtype=torch.int32)
+    limit[padding] = 0
+    made = replace(state, drafts_MK=drafts, page_table_MN=pages, draft_limit_M=limit)
+    return RowState(**{name: None if value is None else value.to(device) for name, value in vars(made).items()})
+
+
+@FEW
+@given(seed=SEEDS)
+def test_tree_tokens(device, seed):
+    tree = random_tree(seed, most=20)
+    state = tree_state(seed, tree, device)
+    rows = some_rows(state, seed, device)
+    for of in tree_passes(tree, device):
+        options = {"page_size": PAGE, "num_ids": VOCAB // (1 + seed % 2)}
+        expected = tree_tokens_torch(rows, sequences(state), of.tokens, **options)
+        for name, out in tree_tokens_triton(rows, sequences(state), of.tokens, **options)._asdict().items():
+            assert out.dtype == getattr(expected, name).dtype
+            assert torch.equal(out, getattr(expected, name)), name
+
+
+def test_keys_of_a_tree_follow_each_other_and_positions_are_heights():
+    cpu = torch.device("cpu")
+    state = tree_state(0, SMALL, cpu)
+    state.num_tokens_M[2], state.tokens_ML[2, 9] = 10, 77
+    state.drafts_MK[2] = torch.tensor([1, 2, 3, NO_DRAFT, 5, 6, VOCAB])
+    row, options = torch.tensor([2], dtype=torch.int32), {"page_size": PAGE, "num_ids": VOCAB}
+    block, *levels = tree_passes(SMALL, cpu)
+    out = tree_tokens_torch(row, sequences(state), block.tokens, **options)
+    assert out.ids_T.tolist() == [77, 1, 2, 3, 0, 5, 6, 0]
+    assert out.positions_T.tolist() == [9, 10, 10, 11, 11, 11, 12, 12]
+    keys = torch.arange(9, 17)
+    assert out.slots_T.tolist() == (state.page_table_MN[2, keys // PAGE] * PAGE + keys % PAGE).tolist()
+    assert out.kv_lens_R.tolist() == [17]
+    # a pair stands one position before its token; of the second level, draft 2 (place 3) has no children
+    seconds = tree_tokens_torch(row, sequences(state), levels[1].tokens, **options)
+    assert seconds.ids_T.tolist() == [0, 5]
+    assert seconds.positions_T.tolist() == [10, 10]
+    assert seconds.kv_lens_R.tolist() == [9 + 4]
+
+
+@FEW
+@given(seed=SEEDS, mapped=st.booleans(), longest=st.sampled_from([None, 20]))
+def test_write_children(device, seed, mapped, longest):
+    tree = random_tree(seed, most=20)
+    state = tree_state(seed, tree, device)
+    rows = some_rows(state, seed, device)
+    noise = torch.Generator().manual_seed(seed)
+    for level in tree.levels:
+        tables = LevelTables.of(tree, level, device)
+        shape = rows.shape[0] * len(level.places), VOCAB
+        logits = torch.randn(shape, generator=noise)
+        logits[torch.rand(shape, generator=noise) < 0.3] = 3.0  # many ties
+        logits = logits.to(device)
+        ids = torch.randperm(2 * VOCAB, generator=noise)[:VOCAB].to(device) if mapped else None
+        made, expected = (replace(state, drafts_MK=state.drafts_MK.clone()) for _ in range(2))
+        write_children_torch(rows, logits, draft_rows(expected), tables.children, ids, longest=longest)
+        write_children_triton(rows, logits, draft_rows(made), tables.children, ids, longest=longest)
+        assert torch.equal(made.drafts_MK, expected.drafts_MK)
+        assert (made.drafts_MK[state.padding_row] == NO_DRAFT).all()
+
+
+def test_children_are_the_likeliest_tokens_behind_their_place():
+    cpu = torch.device("cpu")
+    state = tree_state(0, SMALL, cpu)
+    state.draft_limit_M[1], state.drafts_MK[1] = 7, torch.tensor([11, 12, 13, 14, 15, 16, 17])
+    logits = torch.zeros(2, 20)
+    logits[0, [4, 9]] = torch.tensor([2.0, 3.0])
+    logits[1, 0] = -1.0
+    level = LevelTables.of(SMALL, SMALL.levels[1], cpu)
+    write_children_torch(torch.tensor([1], dtype=torch.int32), logits, draft_rows(state), level.children, None,
+                         longest=None)  # fmt: skip
+    assert state.drafts_MK[1].tolist() == [11, 12, 9, 4, 1, 16, 17]
+    values = torch.tensor([[1.0, float("nan"), -0.0, 0.0, float("inf")]])
+    assert top_k_torch(values, 5).tolist() == [[1, 4, 0, 2, 3]]
+
+
+@FEW
+@given(seed=SEEDS, dtype=st.sampled_from([torch.float32, torch.float16]))
+def test_compact_kv(device, seed, dtype):
+    """Against keys moved one by one, each read before anything is written; nothing else changes."""
+    tree = random_tree(seed)
+    state, source = tree_state(seed, tree, device), torch.Generator().manual_seed(seed)
+    rows = some_rows(state, seed, device)
+    pick = torch.randint(0, tree.num_places, (rows.shape[0],), generator=source).tolist()
+    length = 1 + tree.depth
+    path = torch.tensor([[*tree.paths[p], *[0] * (length - len(tree.paths[p]))] for p in pick], dtype=torch.int32)
+    emitted = torch.tensor([len(tree.paths[p]) for p in pick], dtype=torch.int32)
+    emitted -= torch.randint(0, 2, emitted.shape, generator=source, dtype=torch.int32)  # cut by a limit
+    live = (rows != state.padding_row).cpu()
+    path[~live], emitted[~live] = 10**6, 10**6  # nothing may follow from what stands there
+    before = torch.randint(20, 90, state.num_tokens_M.shape, generator=source, dtype=torch.int32)
+    after = before.clone()
+    after[rows.cpu().long()[live]] += emitted[live]
+    kv = torch.randn(2, 2, 201, PAGE, 2, 24, generator=source).to(dtype)
+    expected = kv.clone()
+    for row, places, count in zip(rows.tolist(), path.tolist(), emitted.tolist(), strict=True):
+        if row == state.padding_row:
+            continue
+        table, first = state.page_table_MN[row].tolist(), before[row].item() - 1
+        for target, place in enumerate(places[:count]):
+            (from_page, from_slot), (to_page, to_slot) = (divmod(first + key, PAGE) for key in (place, target))
+            expected[:, :, table[to_page], to_slot] = kv[:, :, table[from_page], from_slot]
+    for run in (compact_kv_torch, compact_kv_triton):
+        made = kv.clone().to(device)
+        run(made, rows, path.to(device), emitted.to(device), after.to(device), state.page_table_MN)
+        assert torch.equal(made.cpu(), expected)
+
+
+@FEW
+@given(
+    seed=SEEDS,
+    packed=st.booleans(),
+    synthetic=st.booleans(),
+    bad=st.sampled_from([None, float("nan"), float("-inf")]),
+)
+def test_accept_tree(device, seed, packed, synthetic, bad):
+    tree = random_tree(seed)
+    state = tree_state(seed, tree, torch.device("cpu"))
+    rows = some_rows(state, seed, torch.device("cpu"))
+    tables = TreeTables.of(tree, torch.device("cpu"))
+    noise = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows.shape[0] * tree.num_places, VOCAB, generator=noise)
+    if bad is not None:
+        logits[seed % logits.shape[0]] = bad
+    top, targets = logits.max(-1)
+    targets = targets.masked_fill(~top.isfinite(), -1)
+    for entry, row in enumerate(rows.tolist()):
+        # one branch is mostly right
+        chosen = targets.view(-1, tree.num_places)[entry]
+        for before, place in zip(path := tree.paths[seed % tree.num_places], path[1:], strict=False):
+            if row != state.padding_row and torch.rand((), generator=noise) < 0.9:
+                state.drafts_MK[row, place - 1] = chosen[before]
+    rates = torch.full((tree.depth,), 0.6) if synthetic else None
+
+    def copied(device: torch.device) -> RowState:
+        return RowState(**{k: None if v is None else v.clone().to(device) for k, v in vars(state).items()})
+
+    expected, made = copied(torch.device("cpu")), copied(device)
+    reported = accept_tree_torch(expected, rows, targets, tables, rates, vocab_size=VOCAB)
+    choice = (chunk_maxima(logits.to(device)) if packed else targets.to(device))  # fmt: skip
+    on_device = None if rates is None else rates.to(device)
+    out = accept_tree_triton(made, rows.to(device), choice, TreeTables.of(tree, device), on_device, vocab_size=VOCAB)
+    for mine, theirs in zip(out, reported, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+    assert torch.equal(made.num_tokens_M.cpu(), expected.num_tokens_M)
+    assert torch.equal(made.tokens_ML.cpu(), expected.tokens_ML)
+
+
+@FEW
+@given(seed=SEEDS)
+def test_the_accepted_branch_is_the_longest_that_says_what_the_target_says(seed):
+    """Against a walk from the root, written out."""
+    cpu = torch.device("cpu")
+    tree = random_tree(seed, most=30)
+    state = tree_state(seed, tree, cpu)
+    state.max_tokens_M.fill_(70)
+    row = torch.tensor([0], dtype=torch.int32)
+    noise = torch.Generator().manual_seed(seed)
+    for parent in range(tree.num_places):  # siblings differ
+        children = [place for place in range(1, tree.num_places) if tree.parents[place - 1] == parent]
+        state.drafts_MK[0, [place - 1 for place in children]] = torch.randperm(6, generator=noise)[
+            : len(children)
+        ].int()
+    targets = torch.randint(0, 6, (tree.num_places,), generator=noise)
+    before, place, wanted, path = state.num_tokens_M[0].item(), 0, [], [0]
+    while True:
+        wanted.append(targets[place].item())
+        children = [child for child in range(1, tree.num_places) if tree.parents[child - 1] == place]
+        right = [child for child in children if state.drafts_MK[0, child - 1] == wanted[-1]]
+        if not right:
+            break
+        (place,) = right
+        path.append(place)
+    num_emitted, outcome, paths = accept_tree_torch(
+        state, row, targets, TreeTables.of(tree, cpu), None, vocab_size=VOCAB
+    )
+    count = len(wanted)
+    assert num_emitted.tolist() == [count]
+    assert outcome[0].tolist() == [count, count - 1, tree.num_drafts, *wanted, *[-1] * (tree.num_places - count)]
+    assert paths[0, :count].tolist() == path
+    assert state.tokens_ML[0, before : before + count].tolist() == wanted
+
+
+def test_the_shape_of_the_benchmarks_is_a_tree_of_sixteen():
+    from draftloop.config.draft_tree import parse_choices
+
+    tree = DraftTree.of_choices(parse_choices(SIXTEEN))
+    assert (tree.num_drafts, tree.depth) == (16, 4)
