@@ -3,7 +3,7 @@
 #   tests   the GPU tests, and the reasons of those that were skipped
 #   bench   the rows of docs/numbers/h200.md, most important first (about 3 minutes on an H200)
 #   start   start-up with every graph captured, the second time, when kernels are cached (about 1 minute)
-#   blocks  block drafters (about 1 minute)
+#   blocks  block drafters, and a tree of 16 drafts (about 90 s)
 #   sampling  every second request with every parameter, against greedy in the same run (about 1 minute)
 #   all     bench, start, blocks, sampling, tests
 # Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
@@ -50,7 +50,12 @@ start() {
   done
 }
 
+tree="[[0],[1],[2],[3],[0,0],[0,1],[0,2],[1,0],[1,1],[2,0],[0,0,0],[0,0,1],[0,1,0],[1,0,0],[0,0,0,0],[0,0,0,1]]"
+eagle3_tree="$(drafter eagle3 eagle3-llama-3.1-8b 16 3.5)"
+eagle3_tree="${eagle3_tree%\}},\"speculative_token_tree\":$tree}"
+
 blocks() {
+  latency eagle3-tree-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$eagle3_tree"
   latency dflash-8b llama-3.1-8b $(rows 32 1,8,32 4096) -sc "$(drafter dflash dflash-llama-3.1-8b 15 3.5)"
   latency dspark-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$(drafter dspark dspark-llama-3.1-8b 7 3.5)"
 }

@@ -20,13 +20,16 @@ from draftloop.config.draft_tree import DraftTree
 from draftloop.drafters.tree import LevelTables
 from draftloop.errors import ConfigError
 from draftloop.graphs.tape import TapeRecorder
-from draftloop.kernels.argmax import chunk_maxima
+from draftloop.kernels.argmax import UNPACK, chunk_maxima
 from draftloop.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from draftloop.kernels.paged_attention import PagedTree, choose_tiles, paged_attention_triton
 from draftloop.kernels.tree_tokens import tree_tokens_torch, tree_tokens_triton
 from draftloop.kernels.write_children import top_k_torch, write_children_torch, write_children_triton
 from draftloop.kvcache.rows import NO_DRAFT, RowState
-from draftloop.sampling.accept_tree import TreeTables, accept_tree_torch, accept_tree_triton
+from draftloop.sampling.accept_tree import TreeTables, accept_tree_torch, accept_tree_triton, tree_probabilities
+from draftloop.sampling.draw_tree import draw_places_triton
+from draftloop.sampling.noise import Stream, gumbel_argmax
+from draftloop.sampling.sampler import SamplingKind
 from trees import SIXTEEN, random_choices
 
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -360,6 +363,33 @@ def test_accept_tree(device, seed, packed, synthetic, bad):
         assert torch.equal(mine.cpu(), theirs)
     assert torch.equal(made.num_tokens_M.cpu(), expected.num_tokens_M)
     assert torch.equal(made.tokens_ML.cpu(), expected.tokens_ML)
+
+
+@FEW
+@given(seed=SEEDS, truncate=st.booleans(), bad=st.sampled_from([None, float("nan"), float("-inf")]))
+def test_draw_places(device, seed, truncate, bad):
+    """What torch draws from the probabilities of each place."""
+    cpu, tree, size = torch.device("cpu"), random_tree(seed, most=12), 3000
+    state = tree_state(seed, tree, cpu)
+    noise = torch.Generator().manual_seed(seed)
+    state.temperature_M.copy_(torch.tensor([0.0, 1.0, 0.7, 2.0, 1e-4, 0.0]))
+    if truncate:
+        state.top_k_M[:5] = torch.randint(0, 50, (5,), generator=noise, dtype=torch.int32)
+        state.top_p_M[:5] = torch.rand(5, generator=noise)
+    rows, tables = some_rows(state, seed, cpu), TreeTables.of(tree, cpu)
+    logits = torch.randn(rows.shape[0] * tree.num_places, size, generator=noise) * 3
+    if bad is not None:
+        logits[seed % logits.shape[0], slice(None) if bad < 0 else 7] = bad
+    kind = SamplingKind.TRUNCATED if truncate else SamplingKind.SAMPLED
+    probs = tree_probabilities(state, rows, logits, tables, kind=kind).flatten(0, 1)
+    positions = (state.num_tokens_M[rows.long()][:, None] + tables.heights_Q).flatten()
+    seeds = state.seed_M[rows.long()][:, None].expand(-1, tree.num_places).flatten()
+    wanted = gumbel_argmax(probs.log(), seeds, positions, Stream.SAMPLE).masked_fill(probs[:, 0].isnan(), -1)
+    here = RowState(**{k: None if v is None else v.to(device) for k, v in vars(state).items()})
+    heights = tables.heights_Q.to(device)
+    best = draw_places_triton(here, rows.to(device), logits.to(device), heights, truncate=truncate).amax(-1).cpu()
+    drawn = (UNPACK - (best & UNPACK)).masked_fill(best >> 32 <= -0x7F800001, -1)
+    assert torch.equal(drawn, wanted)
 
 
 @FEW

@@ -132,3 +132,13 @@ def test_several_drafters_make_chains():
 
 def test_parsing_leaves_the_order_alone():
     assert parse_choices("[(1,), (0,)]") == ((1,), (0,))
+
+
+def test_a_branch_goes_on_with_the_likeliest_drafts_where_the_accepted_ones_end():
+    tree = config(TEXT).tree
+    assert tree is not None
+    drafts = [10, 20, 30, 40, 50, 60]
+    assert tree.branch(drafts, []) == [10, 30, 60]
+    assert tree.branch(drafts, [20]) == [20, 50]
+    assert tree.branch(drafts, [10, 40]) == [10, 40]
+    assert DraftTree.chain(3).branch([1, 2, -1], [1]) == [1, 2, -1]

@@ -113,6 +113,17 @@ class DraftTree:
             first_inner += len(places) if height else 0
         return tuple(levels)
 
+    def branch(self, drafts: Sequence[int], accepted: Sequence[int]) -> list[int]:
+        """Of the drafts of all places: those that were accepted, and the likeliest ones behind the last of them."""
+        place, found = 0, []
+        while self.num_children[place]:
+            first = self.parents.index(place) + 1
+            siblings = range(first, first + self.num_children[place])
+            wanted = accepted[len(found)] if len(found) < len(accepted) else drafts[first - 1]
+            place = next((child for child in siblings if drafts[child - 1] == wanted), first)
+            found.append(drafts[place - 1])
+        return found
+
     def describe(self) -> str:
         """One line for the start-up log."""
         per_height = [self.heights.count(height) for height in range(1, self.depth + 1)]

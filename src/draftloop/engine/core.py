@@ -312,6 +312,7 @@ class EngineCore:
     def _trace(self, sequence: Sequence, num_accepted: int, drafts: list[int]) -> None:
         """Record where the tokens came from that a step has just added."""
         count = len(sequence.output_ids) - len(sequence.sources)
+        drafts = self.worker.tree.branch(drafts, sequence.output_ids[-count:][:num_accepted]) if drafts else []
         sequence.sources += block_sources(count, num_accepted, drafts)
 
     def _forget(self, sequence: Sequence) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.argmax import CHUNK, NO_INDEX, UNPACK, takes_argmax
+from draftloop.kernels.ordered import order_of, pack
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 from draftloop.kernels.write_draft import DraftRows
 
@@ -79,11 +80,7 @@ def _chunk_top_kernel(
     x = tl.load(x_ptr + row * x_stride + index, mask=live, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = tl.where(x != x, 0x7FFFFFFF, key)
-    packed = (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-    packed = tl.where(live, packed, NO_INDEX)
+    packed = pack(tl.where(x != x, 0x7FFFFFFF, order_of(x)), index, live)
     for i in range(K):
         best = tl.max(packed, 0)
         tl.store(best_ptr + (row * tl.num_programs(1) + chunk) * K + i, best)

@@ -33,11 +33,12 @@ from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, t
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.sampling.accept import NO_TOKEN, clip_to_limit
 from draftloop.sampling.accept_block import outcome_memory
-from draftloop.sampling.commit import commit
+from draftloop.sampling.commit import commit, target_probabilities
 from draftloop.sampling.constraints import constrain
+from draftloop.sampling.draw_tree import draw_places_triton
 from draftloop.sampling.logits_processors import LogitsProcessor
-from draftloop.sampling.noise import ACCEPT_OFFSET64, GOLDEN64, MIX64, UNIT, Stream, gumbel_argmax, uniform
-from draftloop.sampling.sampler import SamplingKind, SamplingRows, probabilities
+from draftloop.sampling.noise import ACCEPT_NOISE, Stream, gumbel_argmax, noise_key, uniform, unit_noise
+from draftloop.sampling.sampler import SamplingKind
 
 
 class TreeTables(NamedTuple):
@@ -97,6 +98,12 @@ def accept_tree_sampled(
     processors: Sequence[LogitsProcessor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept for a batch of greedy and sampled rows in any mixture. `kind` promises that no row asks for more."""
+    if takes_argmax(logits_XV):
+        if kind is SamplingKind.CONSTRAINED:
+            logits_XV = constrain_tree(state, rows_R, logits_XV, tables, processors)
+        best_XC = draw_places_triton(state, rows_R, logits_XV, tables.heights_Q, truncate=kind.truncates)
+        vocab = logits_XV.shape[1]
+        return accept_tree_triton(state, rows_R, best_XC, tables, rates_H, vocab_size=vocab)
     probs_XV = tree_probabilities(state, rows_R, logits_XV, tables, kind=kind, processors=processors).flatten(0, 1)
     num_places = tables.heights_Q.shape[0]
     seeds_RQ = state.seed_M.index_select(0, rows_R)[:, None].expand(-1, num_places)
@@ -120,18 +127,31 @@ def tree_probabilities(
 
     `lengths_R`: tokens that each row had before the block; None: it has not been accepted yet.
     """
-    num_places = tables.heights_Q.shape[0]
     if kind is SamplingKind.CONSTRAINED:
-        logits_RQV = logits_XV.unflatten(0, (-1, num_places))
-        constrained_RQV = torch.empty_like(logits_RQV, dtype=torch.float32)
-        for path in tables.leaf_paths:
-            # each branch is a chain, for which everything that looks back is written
-            chain = _along(state, path)
-            changed = constrain(chain, rows_R, logits_RQV.index_select(1, path), processors, lengths_R=lengths_R)
-            constrained_RQV.index_copy_(1, path, changed)
-        logits_XV = constrained_RQV.flatten(0, 1)
-    sampling = SamplingRows.gather(state, rows_R).repeat(num_places)
-    return probabilities(logits_XV, sampling, truncate=kind.truncates).unflatten(0, (-1, num_places))
+        logits_XV = constrain_tree(state, rows_R, logits_XV, tables, processors, lengths_R=lengths_R)
+        kind = SamplingKind.TRUNCATED
+    return target_probabilities(state, rows_R, logits_XV, tables.heights_Q.shape[0] - 1, kind=kind)
+
+
+def constrain_tree(
+    state: RowState,
+    rows_R: Tensor,
+    logits_XV: Tensor,
+    tables: TreeTables,
+    processors: Sequence[LogitsProcessor] = (),
+    *,
+    lengths_R: Tensor | None = None,
+) -> Tensor:
+    """float32 [X, V]: a copy of the logits, changed as each row's request asks; see `constraints.constrain`.
+
+    Each branch is a chain, for which everything that looks back is written; what branches share comes out alike.
+    """
+    logits_RQV = logits_XV.unflatten(0, (-1, tables.heights_Q.shape[0]))
+    changed_RQV = torch.empty_like(logits_RQV, dtype=torch.float32)
+    for path in tables.leaf_paths:
+        chain, along_RJV = _along(state, path), logits_RQV.index_select(1, path)
+        changed_RQV.index_copy_(1, path, constrain(chain, rows_R, along_RJV, processors, lengths_R=lengths_R))
+    return changed_RQV.flatten(0, 1)
 
 
 def _along(state: RowState, path: Tensor) -> RowState:
@@ -233,11 +253,6 @@ def _accept_tree_kernel(
     vocab_size,
     PACKED: tl.constexpr,  # choices are maxima of chunks, not tokens
     RATES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GOLDEN: tl.constexpr,
-    MIX_A: tl.constexpr,
-    MIX_B: tl.constexpr,
-    UNIT: tl.constexpr,
     NO_INDEX: tl.constexpr,
     UNPACK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -273,16 +288,11 @@ def _accept_tree_kernel(
     num_tokens = tl.load(num_tokens_ptr + row)
     room = tl.load(max_tokens_ptr + row) - num_tokens
     if RATES:
-        # `noise.uniform`, and a target can only read what it knows
-        position = (num_tokens + height).to(tl.uint64)
-        bits = tl.load(seed_ptr + row + tl.zeros_like(q)).to(tl.uint64) + OFFSET + position * GOLDEN
-        bits = (bits ^ (bits >> 30)) * MIX_A
-        bits = (bits ^ (bits >> 27)) * MIX_B
-        bits = bits ^ (bits >> 31)
-        noise = ((bits >> 33).to(tl.int64).to(tl.float32) + 0.5) * UNIT
+        noise = unit_noise(noise_key(tl.load(seed_ptr + row), num_tokens + height, ACCEPT_NOISE))
         child = tl.load(children_ptr + q, mask=live, other=-1)
         child_draft = tl.load(row_drafts_ptr + child - 1, mask=child > 0, other=-1)
         rate = tl.load(rates_ptr + height, mask=child > 0, other=0.0)
+        # a target can only read what it knows
         known = (child_draft >= 0) & (child_draft < vocab_size)
         choice = tl.where((noise < rate) & known & (choice >= 0), child_draft, choice)
 
@@ -353,11 +363,6 @@ def accept_tree_triton(
             vocab_size,
             PACKED=choice.dim() == 2,
             RATES=rates_H is not None,
-            OFFSET=ACCEPT_OFFSET64,
-            GOLDEN=GOLDEN64,
-            MIX_A=MIX64[0],
-            MIX_B=MIX64[1],
-            UNIT=UNIT,
             NO_INDEX=NO_INDEX,
             UNPACK=UNPACK,
             BLOCK_Q=next_power_of_2(num_places),
