@@ -43,13 +43,17 @@ CONFIGS = {
     "dspark": {"method": "dspark", "num_speculative_tokens": 3},
     "eagle": {"method": "eagle", "num_speculative_tokens": 3},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
+    "eagle3_tree": {
+        "method": "eagle3",
+        "speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]",
+    },
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
     "gemma4_mtp": {"method": "gemma4_mtp", "num_speculative_tokens": 3},
     "medusa": {"method": "medusa", "num_speculative_tokens": 3},
     "pard": {"method": "pard", "num_speculative_tokens": 3},
     "peagle": {"method": "peagle", "num_speculative_tokens": 3},
 }
-MEANT_FOR_GPU = {"cascade", "medusa", "mtp", "pard", "peagle"}
+MEANT_FOR_GPU = {"cascade", "eagle3_tree", "medusa", "mtp", "pard", "peagle"}
 """On a CPU, their own tests and those of all drafters run what these would."""
 WITH_MODELS = {
     "draft_model": near,
@@ -57,6 +61,7 @@ WITH_MODELS = {
     "dspark": functools.partial(wide_block, "dspark"),
     "eagle": functools.partial(wide_head, "eagle"),
     "eagle3": functools.partial(wide_head, "eagle3"),
+    "eagle3_tree": functools.partial(wide_head, "eagle3"),
     "gemma4_mtp": functools.partial(gemma4_assistant, ordered=True, wide=True),
     "medusa": lambda: tiny_medusa("wide", medusa_config(hidden_size=256)),
     "pard": lambda: tiny_pard(near()),
@@ -147,7 +152,9 @@ def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter,
             ours, theirs = value, results[1][name]
             if name.startswith("cache"):  # the null page takes all padding, in no order
                 ours, theirs = ours[:, :, 1:], theirs[:, :, 1:]
-            elif name.endswith(("_M", "_ML", "_MK", "_MN", "_MKV", "_MC", "_MB", "_MQC")):  # so does the padding row
+            elif name.endswith(
+                ("_M", "_ML", "_MK", "_MN", "_MKV", "_MC", "_MB", "_MQC", "_MIC")
+            ):  # so does the padding row
                 ours, theirs = ours[:-1], theirs[:-1]
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (key, name)
         seen.add(key.mode)

@@ -131,7 +131,10 @@ class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
     # ---- phases -----------------------------------------------------------------------------
 
     def row_memory(self) -> Mapping[str, Tensor]:
-        return {"hidden_MC": self.hidden_MC}
+        if self.tree.is_chain:
+            return {"hidden_MC": self.hidden_MC}
+        inner = sum(count > 0 for count in self.tree.num_children[1:])
+        return {"hidden_MIC": self.hidden_MC.unflatten(0, (-1, 1 + inner))}
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
         (kv,) = caches
