@@ -32,6 +32,7 @@ class PeriodDrafter(Drafter):
 
     name = "period"
     options = frozenset({"drafter_options"})
+    reuses_prefixes = True  # all that it knows of a row is in the row state
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)

@@ -299,6 +299,15 @@ def run_through(llm: LLM, after_step: Callable[[], None] | None = None) -> dict[
     raise AssertionError("the engine never became idle")
 
 
+def shrink(llm: LLM, num_pages: int) -> None:
+    """Let an engine, which must be idle and is used for nothing else, have fewer pages than memory allows."""
+    core, table, pool = llm.engine.core, llm.engine.table, llm.engine.pool
+    assert core.idle
+    assert num_pages <= pool.num_pages
+    pages = core.scheduler.pages = PageAllocator(num_pages, pool.page_size)
+    table._poison_more = lambda: pool.poison(pages.newly_free())
+
+
 def assert_all_free(llm: LLM) -> None:
     """At idle nothing is held: all rows and pages are free."""
     scheduler = llm.engine.core.scheduler

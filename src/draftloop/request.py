@@ -355,6 +355,8 @@ class RequestOutput:
     """One for each of `prompt_token_ids`, where asked for; None for the first, which nothing precedes."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """`time_to_first_token_ms`, `generation_time_ms`, `queue_time_ms`, `tokens_per_second`."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens whose state was found in the prefix cache; None before the request has started."""
     spec: SpeculationStats | None = None
     """None where the request ran without speculation."""
     error: str | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftloop.errors import RequestError
 from draftloop.kvcache.constraint_rows import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_IDS
-from draftloop.request import SamplingParams
+from draftloop.request import LARGEST, SamplingParams
 from draftloop.sampling.logits_processors import LogitsProcessor, check_extra_args
 
 
@@ -64,6 +64,13 @@ class RequestChecker:
                 f"speculative.num_tokens is {asked}; this engine drafts at most {self.num_drafts} tokens per step"
             )
         return self.num_drafts if asked is None else asked
+
+    def check_place(self, priority: int, cache_salt: str | None) -> None:
+        """Where it stands in the queue, and with whom it shares cached prefixes."""
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > LARGEST:
+            raise RequestError(f"priority is {priority!r}; it must be an integer from -{LARGEST} to {LARGEST}")
+        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+            raise RequestError(f"cache_salt is {cache_salt!r}; it must be a text that is not empty")
 
     def bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of each bad word, as it stands at the beginning of a text and after a space."""

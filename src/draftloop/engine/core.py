@@ -82,6 +82,7 @@ class EngineCore:
         prompt_ids = self.checker.prompt(prompt_ids, params)
         self.checker.check(params)
         max_drafts = self.checker.max_drafts(params) if speculation else 0
+        self.checker.check_place(priority, cache_salt)
         sequence = Sequence(
             request_id=request_id,
             number=self._count,

@@ -17,7 +17,8 @@ from draftloop.graphs.report import GraphReport
 from draftloop.request import CompletionOutput, RequestOutput, SamplingParams
 from draftloop.scheduler.batch import Sequence as Running
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or `{"prompt": .. or "prompt_token_ids": .., "cache_salt": ..}`."""
 Message = Mapping[str, Any]
 
 
@@ -52,11 +53,13 @@ class LLM:
         *,
         use_tqdm: bool = False,
         speculation: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer each prompt (text, or token ids) and return the answers in order.
+        """Answer each prompt and return the answers in order.
 
-        `speculation=False` drafts nothing for these prompts. A prompt that cannot be served gets an
-        output with `finish_reason` "error" if it is one of several; alone it raises RequestError.
+        `speculation=False` drafts nothing for these prompts. Of several prompts those of lower `priority` go first.
+        A prompt with a `cache_salt` shares cached beginnings with those of the same salt only. A prompt that cannot
+        be served gets an output with `finish_reason` "error" if it is one of several; alone it raises RequestError.
         """
         many = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -65,10 +68,12 @@ class LLM:
             params = list(sampling_params)
             if len(params) != len(many):
                 raise RequestError(f"{len(many)} prompts came with {len(params)} sampling_params; give one or one each")
+        if priority is not None and len(priority) != len(many):
+            raise RequestError(f"{len(many)} prompts came with {len(priority)} priorities; give one for each")
         outputs: list[RequestOutput] = []
-        for prompt, one in zip(many, params, strict=True):
+        for prompt, one, rank in zip(many, params, priority or [0] * len(many), strict=True):
             try:
-                outputs.append(self._add(prompt, one, speculation))
+                outputs.append(self._add(prompt, one, speculation, rank))
             except RequestError as error:
                 if len(many) == 1:
                     raise
@@ -102,7 +107,7 @@ class LLM:
         speculation: bool = True,
     ) -> Iterator[RequestOutput]:
         """Yield the growing answer to one prompt or conversation; abandoning the iterator ends the request."""
-        if prompt and not isinstance(prompt, str) and isinstance(prompt[0], Mapping):
+        if prompt and not isinstance(prompt, str | Mapping) and isinstance(prompt[0], Mapping):
             prompt = self._render(prompt)  # type: ignore[arg-type]
         output = self._add(prompt, sampling_params or SamplingParams(), speculation)  # type: ignore[arg-type]
         num_seen, is_last = 0, False
@@ -141,9 +146,9 @@ class LLM:
     def _next_id(self) -> str:
         return str(next(self._ids))
 
-    def _add(self, prompt: Prompt, params: SamplingParams, speculation: bool) -> RequestOutput:
+    def _add(self, prompt: Prompt, params: SamplingParams, speculation: bool, priority: int = 0) -> RequestOutput:
         """Queue one request for each answer. All or none: the first one is refused if any would be."""
-        text, ids = self._tokenize(prompt)
+        text, ids, salt = self._tokenize(prompt)
         answers = [CompletionOutput(index=index, text="", token_ids=[]) for index in range(params.n)]
         output = RequestOutput(
             request_id=self._next_id(), prompt=text, prompt_token_ids=ids, outputs=answers, finished=False
@@ -151,7 +156,16 @@ class LLM:
         running: list[Running] = []
         for answer in answers:
             request_id = _answer_id(output, answer.index)
-            running.append(self.engine.core.add(request_id, ids, params.answer(answer.index), speculation=speculation))
+            running.append(
+                self.engine.core.add(
+                    request_id,
+                    ids,
+                    params.answer(answer.index),
+                    speculation=speculation,
+                    priority=priority,
+                    cache_salt=salt,
+                )
+            )
             self._open[request_id] = output, running
         if (grammar := running[0].grammar) is not None:
             grammar.wait()  # a wrong one is refused, as wrong parameters are
@@ -161,12 +175,21 @@ class LLM:
         output.prompt_token_ids = running[0].prompt_ids
         return output
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """Text if there is one, token ids, and the cache salt."""
+        salt = None
+        if isinstance(prompt, Mapping):
+            keys, salt = prompt.keys() - {"cache_salt"}, prompt.get("cache_salt")
+            if keys not in ({"prompt"}, {"prompt_token_ids"}):
+                raise RequestError(
+                    f"the prompt has the keys {sorted(prompt)}; give 'prompt' or 'prompt_token_ids', and 'cache_salt'"
+                )
+            prompt = prompt[keys.pop()]
         if not isinstance(prompt, str):
-            return None, list(prompt)
+            return None, list(prompt), salt
         if self.engine.tokenizer is None:
             raise RequestError(f"{self.config.model!r} has no tokenizer; give the prompt as token ids")
-        return prompt, self.engine.tokenizer.encode(prompt)
+        return prompt, self.engine.tokenizer.encode(prompt), salt
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         tokenizer = self.engine.tokenizer
@@ -192,6 +215,10 @@ class LLM:
         """What is captured, at which sizes, how often it ran, and what ran eager and why."""
         return self.engine.table.report()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the beginnings of earlier prompts. Requests that run are not disturbed. Returns True."""
+        return self.engine.core.reset_prefix_cache()
+
     def reset_graph_counts(self) -> None:
         """Count graph replays and eager runs anew."""
         self.engine.table.reset_counts()
@@ -203,6 +230,9 @@ class LLM:
         metrics: dict[str, Any] = {
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.generated_tokens,
+            "prefix_cache_queries": stats.prompt_tokens,
+            "prefix_cache_hits": stats.num_cached_prompt_tokens,
+            "num_preemptions": self.engine.core.scheduler.num_preemptions,
             "spec_decode_num_drafts": stats.num_spec_steps,
             "spec_decode_num_steps_without_drafts": stats.num_steps_without_drafts,
             "spec_decode_num_draft_tokens": stats.num_draft_tokens,
@@ -235,7 +265,7 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     many = list(prompts)
     return [many] if many and isinstance(many[0], int) else many  # type: ignore[list-item]
@@ -263,6 +293,7 @@ def _fill(output: RequestOutput, running: Sequence[Running], index: int, text: s
         output.prompt_logprobs = list(sequence.prompt_logprobs)
     output.finished = all(one.finish_reason is not None for one in output.outputs)
     output.error = sequence.error or output.error
+    output.num_cached_tokens = running[0].num_cached
     output.spec = speculation_stats(running)
     now = sequence.finished or time.perf_counter()
     decoding = now - sequence.first_token
@@ -276,6 +307,8 @@ def _fill(output: RequestOutput, running: Sequence[Running], index: int, text: s
 
 def _refused(request_id: str, prompt: Prompt, error: RequestError) -> RequestOutput:
     answer = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt") or prompt.get("prompt_token_ids") or []
     text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
     return RequestOutput(
         request_id=request_id, prompt=text, prompt_token_ids=ids, outputs=[answer], finished=True, error=str(error)

@@ -228,6 +228,8 @@ class EngineClient:
         params: SamplingParams,
         *,
         speculation: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
         traced: bool = False,
     ) -> Answers:
         """Queue `params.n` answers to each prompt; all or none. `traced`: updates say where tokens came from.
@@ -245,6 +247,8 @@ class EngineClient:
                 prompt_ids=prompt_ids,
                 params=params.answer(index),
                 speculation=speculation,
+                priority=priority,
+                cache_salt=cache_salt,
                 traced=traced,
             )
             for at, prompt_ids in enumerate(prompts)

@@ -153,10 +153,7 @@ class EngineServer:
                 case "stop_profile":
                     return Told(answer={"file": self._profiler.stop()})
                 case "reset_prefix_cache":
-                    reset = getattr(self._core, "reset_prefix_cache", None)
-                    if reset is None:
-                        raise RequestError("this engine keeps no prefix cache")
-                    return Told(answer={"success": reset()})
+                    return Told(answer={"success": self._core.reset_prefix_cache()})
         except (RequestError, OSError) as error:
             return Told(error=str(error))
 
@@ -167,6 +164,8 @@ class EngineServer:
                 message.prompt_ids,
                 message.params,
                 speculation=message.speculation,
+                priority=message.priority,
+                cache_salt=message.cache_salt,
                 traced=message.traced,
             )
         except RequestError as error:
@@ -220,6 +219,8 @@ class EngineServer:
             num_waiting=len(scheduler.waiting),
             num_compiling=len(self._compiling),
             num_pages_in_use=scheduler.pages.capacity - scheduler.pages.num_free,
+            num_preemptions=scheduler.num_preemptions,
+            cached_prompt_tokens=stats.num_cached_prompt_tokens,
         )
         self._send(Progress(updates=updates, counters=counters))
 
@@ -280,6 +281,7 @@ def _ending(sequence: Sequence) -> Ending:
         stop_reason=sequence.stop_reason,
         error=sequence.error,
         speculation=speculation_stats([sequence]),
+        num_cached_tokens=sequence.num_cached or 0,
         queue_s=max(started - sequence.arrived, 0.0),
         prefill_s=max(first_token - started, 0.0),
         decode_s=max(sequence.finished - first_token, 0.0),

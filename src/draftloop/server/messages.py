@@ -18,6 +18,8 @@ class Add(msgspec.Struct, tag=True, kw_only=True):
     prompt_ids: list[int]
     params: SamplingParams
     speculation: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
     traced: bool = False
     """Send `Update.traced`."""
 
@@ -96,6 +98,8 @@ class Ending(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationStats | None = None
+    num_cached_tokens: int = 0
+    """Tokens of the prompt whose state was found in the prefix cache."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -157,6 +161,9 @@ class Counters(msgspec.Struct, kw_only=True):
     num_compiling: int = 0
     """Of those that wait: for their grammar."""
     num_pages_in_use: int = 0
+    num_preemptions: int = 0
+    cached_prompt_tokens: int = 0
+    """Those of `prompt_tokens` whose state was found in the prefix cache."""
 
     @property
     def accepted_per_position(self) -> list[int]:

@@ -140,7 +140,13 @@ class _EngineCollector(Collector):
             "Steps of speculating requests for which nothing was drafted.",
             c.num_steps_without_drafts,
         )
-        yield self._counter("vllm:num_preemptions", "Requests that lost their row: none ever does.", 0)
+        yield self._counter("vllm:num_preemptions", "Requests that lost their row for a while.", c.num_preemptions)
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens that were looked for in the prefix cache.", c.prompt_tokens
+        )
+        yield self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens whose state was found there.", c.cached_prompt_tokens
+        )
         yield self._gauge("vllm:num_requests_running", "Requests that have a row.", c.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a row.", c.num_waiting)
         by_reason = GaugeMetricFamily(

@@ -16,8 +16,8 @@ IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identi
 
 # fmt: off
 NOT_SUPPORTED = frozenset({
-    "audio", "best_of", "cache_salt", "documents", "function_call", "functions", "kv_transfer_params",
-    "length_penalty", "logprob_token_ids", "modalities", "prediction", "priority", "spaces_between_special_tokens",
+    "audio", "best_of", "documents", "function_call", "functions", "kv_transfer_params",
+    "length_penalty", "logprob_token_ids", "modalities", "prediction", "spaces_between_special_tokens",
     "suffix", "use_beam_search", "verbosity", "web_search_options",
 })
 # fmt: on
@@ -28,7 +28,6 @@ ASK_FOR_NOTHING: Mapping[str, Any] = {
     "length_penalty": 1.0,
     "use_beam_search": False,
     "spaces_between_special_tokens": True,
-    "priority": 0,
     "suffix": "",
 }
 
@@ -128,6 +127,10 @@ class Sampling(Body):
     return_token_sources: bool = False
     """Say of each token whether it was drafted, at which position, and which drafts it replaces."""
     speculative: Speculative = Field(default_factory=Speculative)
+    priority: int = 0
+    """Lower is served first."""
+    cache_salt: str | None = None
+    """Cached prefixes are shared among requests of the same salt only."""
 
     @model_validator(mode="after")
     def _lists_are_short(self) -> Sampling:

@@ -125,12 +125,21 @@ class Reply:
                 num_tokens=answer.num_tokens,
             )
 
-    def usage(self) -> dict[str, int]:
-        """Tokens so far. A prompt counts once, however many answers it gets."""
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far. A prompt counts once, however many answers it gets; at the end, what of it was cached."""
         counts = self._answers.num_prompt_tokens
         prompt = sum(counts[index] for index in range(0, len(self.answers), self.n))
         completion = sum(answer.num_shown for answer in self.answers)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        firsts = [answer.ending for answer in self.answers[:: self.n]]
+        if all(firsts):
+            cached = sum(ending.num_cached_tokens for ending in firsts if ending)
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
 
     def facts(self) -> dict[str, Any]:
         """What there is to say of a request that has ended. Times are seconds; those of its slowest answer."""

@@ -119,6 +119,8 @@ class Serving:
             prompts,
             params,
             speculation=request.speculative.enabled,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
             traced=request.return_token_sources,
         )
         return Reply(id, answers, params, self.metrics, self._observer(http))
