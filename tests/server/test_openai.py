@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import EOS, TEMPLATE, K, byte_model, running
 
+from draftloop.engine.llm import LLM
+from draftloop.request import SamplingParams
 from draftloop.server.protocol import ChatRequest, CompletionRequest
 from refused import OUT_OF_RANGE, leaves
 
@@ -229,6 +231,17 @@ def test_b23_a_seed_means_the_same_tokens_on_both_routes_and_in_any_company(serv
         assert tokens(chat, CHAT) == alone
         assert len({tuple(other.result()) for other in others}) == 3
     assert tokens({**body, "seed": 8}) != alone
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+def test_b23_a_seed_means_the_same_tokens_in_python_with_and_without_graphs(server, mode):
+    spec = {"method": "draft_model", "model": byte_model(), "num_speculative_tokens": K}
+    llm = LLM(byte_model(), device="cpu", cudagraph_mode=mode, speculative_config=spec, max_model_len=512)
+    body = {"prompt": RENDERED, "temperature": 1, "top_p": 0.9, "max_tokens": 12, "seed": 7, "ignore_eos": True}
+    (output,) = llm.generate(RENDERED, SamplingParams(**{k: v for k, v in body.items() if k != "prompt"}))
+    choice = server.post(COMPLETIONS, {**body, "return_token_ids": True})["choices"][0]
+    assert output.outputs[0].token_ids == choice["token_ids"]
+    llm.close()
 
 
 def test_b36_exactly_max_tokens_are_delivered_counted_and_measured(server):

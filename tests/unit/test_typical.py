@@ -24,6 +24,7 @@ from test_acceptance_distribution import (
 
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.errors import ConfigError
+from draftloop.kernels.batch_invariance import batch_invariant
 from draftloop.sampling.accept import accept_greedy
 from draftloop.sampling.sampler import SamplingRows, probabilities
 from draftloop.sampling.typical import accept_typical_rows
@@ -71,6 +72,18 @@ def test_what_a_draft_was_drawn_from_has_no_say():
     q = torch.rand(len(probs), K, VOCAB)
     with_q = accept_typical_rows(probs, drafts, q, index, index, index)
     assert all(map(torch.equal, with_q, accept_typical_rows(probs, drafts, None, index, index, index)))
+
+
+def test_it_does_not_depend_on_how_many_rows_there_are_where_that_is_asked_for():
+    probs, drafts = random_cases(50)
+    index = torch.arange(50)
+    rule = batch_invariant(accept_typical_rows)
+    emitted, num = rule(probs, drafts, None, index, index, index)
+    assert all(map(torch.equal, (emitted, num), accept_typical_rows(probs, drafts, None, index, index, index)))
+    for one in range(0, 50, 7):
+        row = slice(one, one + 1)
+        alone = rule(probs[row], drafts[row], None, index[:1], index[row], index[row])
+        assert all(map(torch.equal, alone, (emitted[row], num[row])))
 
 
 def test_rows_without_temperature_accept_as_greedy_ones():

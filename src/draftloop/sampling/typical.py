@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from draftloop.kernels.batch_invariance import is_wanted
+from draftloop.kernels.linear import linear
 from draftloop.sampling.accept import drafted_probs, emit, prefix_length
 from draftloop.sampling.noise import Stream, gumbel_argmax
 
@@ -38,8 +40,15 @@ def accept_typical_rows(
     p_RK, _, _ = drafted_probs(probs_RQV, drafts_RK.long(), None, rows_R)
     probs_RKV = probs_RQV[:, :-1]
     # 0 * log 0 is 0
-    entropy_RK = -(probs_RKV * probs_RKV.clamp(min=1e-30).log()).sum(-1)
+    entropy_RK = -_sum(probs_RKV * probs_RKV.clamp(min=1e-30).log())
     num_accepted_R = prefix_length(p_RK > (alpha * (-entropy_RK).exp()).clamp(max=threshold))
     p_RV = probs_RQV.gather(1, num_accepted_R[:, None, None].expand(-1, 1, probs_RQV.shape[2])).squeeze(1)
     last_R = gumbel_argmax(p_RV.log(), seeds_R, positions_R + num_accepted_R, Stream.SAMPLE)
     return emit(drafts_RK, num_accepted_R, last_R[:, None])
+
+
+def _sum(x_RKV: Tensor) -> Tensor:
+    """[R, K]. torch adds up a row in an order that depends on how many there are."""
+    if not is_wanted():
+        return x_RKV.sum(-1)
+    return linear(x_RKV.flatten(0, 1), x_RKV.new_ones(1, x_RKV.shape[2])).view(x_RKV.shape[:2])
