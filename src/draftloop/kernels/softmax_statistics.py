@@ -251,7 +251,8 @@ def softmax_statistics_triton(
         best_XC = chunk_maxima(logits_XV)
     num_places, size = logits_XV.shape
     token_X = torch.empty(num_places, dtype=torch.int32, device=logits_XV.device)
-    top_X, threshold_X, mass_X = torch.empty(3, num_places, dtype=torch.float32, device=logits_XV.device).unbind(0)
+    # not rows of one tensor: kernels are compiled for how pointers are aligned
+    top_X, threshold_X, mass_X = (torch.empty_like(token_X, dtype=torch.float32) for _ in range(3))
     if num_places:
         num_chunks = best_XC.shape[1]
         _statistics_kernel[(num_places,)](

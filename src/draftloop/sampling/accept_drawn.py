@@ -300,8 +300,8 @@ def accept_drawn_triton(
     if not num_drafts:
         rule = DrawnRule.STANDARD
     drawn = draft_probs_MKW is not None
-    num_accepted_R, subtracts_R = torch.empty(2, num_rows, dtype=torch.int32, device=device).unbind(0)
-    share_R = torch.empty(num_rows, dtype=torch.float32, device=device)
+    num_accepted_R, subtracts_R = torch.empty_like(num_emitted_R), torch.empty_like(num_emitted_R)
+    share_R = torch.empty_like(num_emitted_R, dtype=torch.float32)
     sources = (
         logits_XV, logits_XV if changed is None else changed.logits_XV,
         rows_R if changed is None else changed.is_changed_M, *statistics, temperature_M, state.drafts_MK,
