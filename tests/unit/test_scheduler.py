@@ -248,6 +248,22 @@ def cached(**settings) -> Scheduler:
     return make_scheduler(**{"prefix_caching": True, "max_num_batched_tokens": 128, **settings})
 
 
+def test_a_loop_takes_a_part_of_the_pages_that_are_only_kept():
+    """A cache that has been in use holds no empty page: loops must not be short for ever after."""
+    scheduler = cached(num_pages=129, num_drafts=3, max_model_len=2048, max_num_batched_tokens=2048)
+    (old,) = add(scheduler, make_request("old", 127 * 16, max_tokens=1))
+    step(scheduler)
+    emit(old)
+    scheduler.finish(old)
+    assert scheduler.pages.num_empty < 4
+    (new,) = add(scheduler, make_request("new", 20, max_tokens=1000, cache_salt="other"))
+    step(scheduler)
+    emit(new)
+    plan = scheduler.plan()
+    assert scheduler.reserve(plan, 64) == 64
+    assert scheduler.pages.num_free > 90, "and leaves most of them"
+
+
 def test_an_8_page_prompt_that_comes_again_runs_its_last_token_alone():
     """B40: not a page is dropped, whatever drafts."""
     scheduler = cached(max_model_len=256, max_num_batched_tokens=256)

@@ -45,6 +45,7 @@ class CudaRecorder(Recorder):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
+        self._abandoned: list[torch.cuda.CUDAGraph] = []
         self.stream = torch.cuda.Stream(device)
 
     def warm_up(self, bodies: Sequence[Body], done: Callable[[], None]) -> None:
@@ -107,8 +108,8 @@ class CudaRecorder(Recorder):
         program.steps.append(torch.inference_mode()(call))  # it writes tensors that were made in that mode
         self._begin(program)
 
-    @staticmethod
-    def _abandon(program: CudaProgram) -> None:
+    def _abandon(self, program: CudaProgram) -> None:
+        self._abandoned.append(program.graphs[-1])  # the pool ends with the last graph that began in it
         # It may be invalid already, or empty; the first error is the one to show.
         with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
             program.graphs[-1].capture_end()

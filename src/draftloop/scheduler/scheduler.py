@@ -21,6 +21,8 @@ TOKENS_AHEAD = 64
 """A row that needs a page gets pages for this many more tokens, where that takes nothing from anybody."""
 FEW_STEPS = 8
 """Steps that a device loop may make at once while pages are scarce."""
+REUSABLE_SHARE = 4
+"""A longer loop takes at most one in so many of the pages that are only kept for prefixes to be found in."""
 
 
 class Scheduler:
@@ -207,9 +209,11 @@ class Scheduler:
         """Decoding steps, up to `most`, for which a plan's rows then have pages. It has those for one already."""
         if self.waiting and self._free_rows:
             most = min(most, FEW_STEPS)  # somebody waits for pages
+        num_free, num_empty = self.pages.num_free, self.pages.num_empty
         while most > 1:
             short = [max(self._pages_short(s, most), 0) for s in plan.decodes]
-            if sum(short) <= (self.pages.num_empty if most > FEW_STEPS else self.pages.num_free):
+            few = most <= FEW_STEPS
+            if sum(short) <= (num_free if few else num_empty + (num_free - num_empty) // REUSABLE_SHARE):
                 for sequence, count in zip(plan.decodes, short, strict=True):
                     sequence.pages += self.pages.allocate(count)
                 return most
