@@ -50,13 +50,15 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
     """What every row says of the engine that was measured."""
     config, resolved = llm.config, llm.engine.resolved
     spec = config.speculation
+    path = "loop" if llm.engine.core.worker.loop else "iteration" if resolved.iteration_graph else "phases"
     return {
         "model": config.model,
         "dtype": resolved.dtype,
         "method": (spec.method or "draft_model") if spec else "none",
         "drafter": spec.model if spec else None,
         "k": spec.num_speculative_tokens if spec else 0,
-        "path": "loop" if llm.engine.core.worker.loop else "iteration" if resolved.iteration_graph else "phases",
+        # slower, and so another measurement
+        "path": f"{path}, deterministic" if config.deterministic else path,
         "backend": config.attention_backend,
         "mode": resolved.graph_mode,
     }
