@@ -4,8 +4,9 @@
 #   bench   the rows of docs/numbers/h200.md, most important first (about 3 minutes on an H200)
 #   start   start-up with every graph captured, the second time, when kernels are cached (about 1 minute)
 #   blocks  block drafters, and a tree of 16 drafts (about 90 s)
+#   quant   weights of 8 and 4 bits: decoding, and a sweep over the tiles of their kernels (about 3 minutes)
 #   sampling  every second request with every parameter, against greedy in the same run (about 1 minute)
-#   all     bench, start, blocks, sampling, tests
+#   all     bench, start, blocks, quant, sampling, tests
 # Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
 set -uo pipefail
 out="${1:?folder for the results}"
@@ -60,6 +61,15 @@ blocks() {
   latency dspark-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$(drafter dspark dspark-llama-3.1-8b 7 3.5)"
 }
 
+quant() {
+  for bits in fp8 int4; do
+    latency "none-8b-$bits" llama-3.1-8b $(rows 32 1,8,32) --quantization "$bits"
+    latency "eagle3-8b-$bits" llama-3.1-8b $(rows 32 1,8,32) -sc "$eagle3" --quantization "$bits"
+  done
+  mkdir -p "$out/sweep"
+  "$python" -m draftloop.bench.sweep_quantised --out "$out/sweep/quantised.json" || failed=1
+}
+
 sampling() { # drafts are drawn, and accepted by chance: what an iteration takes does not depend on how many
   local drawn='{"method":"eagle3","model":"eagle3-llama-3.1-8b","num_speculative_tokens":5}'
   latency sampling-half-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$drawn" --sampling-mix all-parameters-half
@@ -71,16 +81,17 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | sampling) "$part" ;;
+  tests | bench | start | blocks | quant | sampling) "$part" ;;
   all)
     bench
     start
     blocks
+    quant
     sampling
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, sampling, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, all" >&2
     exit 2
     ;;
 esac

@@ -84,12 +84,23 @@ def test_linear(device: torch.device, name: str, tokens: int) -> None:
         assert off(sums[1], x[:, 128:].double() @ floats[:, 128:].double().T) < 1e-6
 
 
+@pytest.mark.parametrize("size", [128, 384])
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantise(device: torch.device, name: str, size: int) -> None:
+    """Rounded once, rows that no block divides and columns in another order included."""
+    weight, floats = make(name, 100, size, device)
+    dtype = half(device)
+    assert torch.equal(weight.dequantise_triton(dtype), floats.to(dtype))
+    assert torch.equal(weight.dequantise_torch(dtype), floats.to(dtype))
+
+
 @pytest.mark.parametrize("name", ["int4 of 64", "int4 of 32, zeros", "int4 of rows"])
 def test_an_input_that_no_block_divides(device: torch.device, name: str) -> None:
     weight, floats = make(name, 32, 192, device)
     x = torch.randn(3, 200, device=device).to(half(device))[:, :192].contiguous()
     sums = weight.linear_split_triton(x, tiles=SMALL)
     assert off(sums.sum(0), x.double() @ floats.double().T) < 1e-6
+    assert torch.equal(weight.dequantise_triton(half(device)), floats.to(half(device)))
 
 
 @pytest.mark.parametrize("name", ["fp8 per block", "int4 of 128, zeros"])
@@ -245,12 +256,13 @@ def test_real_shapes(shape: tuple[int, int], name: str, tokens: int) -> None:
 def test_many_tokens(name: str, activations: Activations) -> None:
     """By floats; where the checkpoint rounds activations to 8 bits, as those products say, within 4 % of exact ones."""
     weight, floats = make(name, 4096, 4096, CUDA)
-    x = torch.randn(96, 4096, device=CUDA).bfloat16()
+    x = torch.randn(160, 4096, device=CUDA).bfloat16()
     tolerance = 2**-6
     if isinstance(weight, Fp8Weight):
         if activations == "static":
             weight.input_scale = torch.nn.Parameter(x.abs().max().float().view(1) / 448, requires_grad=False)
         weight.activations = activations
+        assert weight.max_tokens(x) == (64 if weight.block is None and activations != "none" else 128)
         if weight.block is None and activations != "none":
             rounded, scale = quantise_activations(x, weight.input_scale)
             w8a8 = (rounded.double() * scale.double()) @ floats.double().T

@@ -74,6 +74,18 @@ GOALS = (
         target=0.9, stretch=0.6,
     ),
     Goal(
+        what="plain decode, FP8 weights, per token", model="llama-3.1-8b, fp8", method="none", k=0, batch=1,
+        floor=1.9, target=2.6,
+    ),
+    Goal(
+        what="EAGLE-3 K=5, FP8 weights, iteration", model="llama-3.1-8b, fp8", method="eagle3", k=5, batch=1,
+        floor=2.8, target=3.8,
+    ),
+    Goal(
+        what="plain decode, INT4 weights, per token", model="llama-3.1-8b, int4", method="none", k=0, batch=1,
+        floor=1.1, target=1.9,
+    ),
+    Goal(
         what="start-up, every graph captured, s", method="eagle3", k=5, batch=None, metric="startup_s",
         vllm="69-181", sglang="53-60", target=20, stretch=10,
     ),

@@ -51,8 +51,10 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
     config, resolved = llm.config, llm.engine.resolved
     spec = config.speculation
     path = "loop" if llm.engine.core.worker.loop else "iteration" if resolved.iteration_graph else "phases"
+    quantisation = llm.engine.model_config.quantisation
     return {
-        "model": config.model,
+        # another measurement than that of the plain model
+        "model": f"{config.model}, {quantisation.method}" if quantisation else config.model,
         "dtype": resolved.dtype,
         "method": (spec.method or "draft_model") if spec else "none",
         "drafter": spec.model if spec else None,

@@ -1,10 +1,12 @@
 """Linear layers whose weights are 8-bit floats (e4m3) with scales per output column or per block.
 
-Up to `MAX_TOKENS` tokens only the weights have 8 bits: a kernel reads them once, turns them into the activations'
-type in registers, exactly, adds up in fp32 and scales the sums. With more tokens, activations are rounded to 8 bits
-too if the checkpoint was made for that (`Activations`) and the device multiplies such matrices; else weights are
-turned into floats first. e4m3: sign, 4 bits of exponent (bias 7), 3 of mantissa, no infinities ("FP8 Formats for
-Deep Learning", Micikevicius et al., 2022).
+With few tokens only the weights have 8 bits: a kernel reads them once, turns them into the activations' type in
+registers, exactly, adds up in fp32 and scales the sums. Above `FEW_TOKENS`, activations are rounded to 8 bits too if
+the checkpoint was made for that (`Activations`) and the device multiplies such matrices; else, above `MAX_TOKENS`,
+weights are turned into floats first.
+
+e4m3: sign, 4 bits of exponent (bias 7), 3 of mantissa, no infinities ("FP8 Formats for Deep Learning", Micikevicius
+et al., 2022).
 
 Shape suffixes: T tokens, N output columns, K input columns, X splits of K, P and Q blocks of weights along N and K.
 """
@@ -20,10 +22,12 @@ from torch import Tensor
 
 from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.linear import Tiles
-from draftloop.kernels.quantised import Measured, QuantisedWeight, stored, token_block
+from draftloop.kernels.quantised import KernelCall, Measured, QuantisedWeight, stored, token_block
 from draftloop.kernels.triton_import import jit, pdl_options, tl
 
 FP8 = torch.float8_e4m3fn
+FEW_TOKENS = 64
+"""Above this, activations have 8 bits too where the checkpoint asks for that."""
 LARGEST = 448.0
 """The largest e4m3 number."""
 Activations = Literal["none", "dynamic", "static"]
@@ -121,10 +125,25 @@ class Fp8Weight(QuantisedWeight):
         rows, columns = weight_NK.shape[0] // self.block[0], weight_NK.shape[1] // self.block[1]
         return Fp8Values((weight_NK.float() / scale).to(FP8), scale.expand(rows, columns), self.block)
 
-    def dequantise(self, dtype: torch.dtype) -> Tensor:
+    def dequantise_torch(self, dtype: torch.dtype) -> Tensor:
         return Fp8Values(self.weight_NK, self.scale_PQ, self.block).dequantise().to(dtype)
 
-    def takes(self, x_TK: Tensor) -> bool:
+    def dequantise_triton(self, dtype: torch.dtype) -> Tensor:
+        num_columns, size = self.shape
+        out_NK = torch.empty(num_columns, size, dtype=dtype, device=self.weight_NK.device)
+        _dequantise_fp8_kernel[(-(-num_columns // 32), size // 128)](
+            self.weight_NK.view(torch.uint8),
+            self.scale_PQ,
+            out_NK,
+            num_columns,
+            SIZE=size,
+            BLOCK_ROWS=self.block[0] if self.block else 0,
+            ASM=_DECODE_ASM[dtype] if out_NK.is_cuda else None,
+            BLOCK_N=32,
+        )
+        return out_NK
+
+    def takes(self) -> bool:
         num_columns, size = self.shape
         return (
             size % 128 == 0
@@ -132,16 +151,11 @@ class Fp8Weight(QuantisedWeight):
             and (self.block is None or self.block[1] == 128)
         )
 
-    def launch(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> None:
+    def kernel_call(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> KernelCall:
         num_tokens, size = x_TK.shape
         num_columns = self.shape[0]
-        assert x_TK.is_contiguous()
-        assert out.is_contiguous()
         assert size % (tiles.block_k * tiles.splits) == 0
-        if not num_tokens:
-            return
-        block_m = token_block(num_tokens)
-        _linear_fp8_kernel[(-(-num_tokens // block_m), -(-num_columns // tiles.block_n), tiles.splits)](
+        arguments = (
             x_TK,
             self.weight_NK.view(torch.uint8),
             self.scale_PQ,
@@ -149,18 +163,25 @@ class Fp8Weight(QuantisedWeight):
             out,
             num_tokens,
             num_columns,
+        )
+        options = dict(
             SIZE=size,
             SPLITS=tiles.splits,
             BLOCK_ROWS=self.block[0] if self.block else 0,
             BIAS=bias_N is not None,
             ASM=_DECODE_ASM[x_TK.dtype] if x_TK.is_cuda else None,
-            BLOCK_M=block_m,
+            BLOCK_M=token_block(num_tokens),
             BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             **pdl_options(x_TK.device),
         )
+        return KernelCall(_linear_fp8_kernel, arguments, options)
+
+    def max_tokens(self, x_TK: Tensor) -> int:
+        # matrices of 8 bits on both sides are faster than blocks of tokens
+        return FEW_TOKENS if self._multiplies_in_8_bits(x_TK) else super().max_tokens(x_TK)
 
     def linear_many(self, x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
         if self._multiplies_in_8_bits(x_TK):
@@ -236,6 +257,28 @@ def _decode(bits, HALF: tl.constexpr, ASM: tl.constexpr):
     if ASM is not None:
         found = tl.inline_asm_elementwise(ASM, "=r,=r,r", [bits], dtype=found.dtype, is_pure=True, pack=4)
     return found
+
+
+@jit()
+def _dequantise_fp8_kernel(
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    num_columns,
+    SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Some rows, 128 columns of K."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
+    live = (n < num_columns)[:, None]
+    offset = n[:, None] * SIZE + k[None, :]
+    weight = _decode(tl.load(weight_ptr + offset, mask=live, other=0), out_ptr.dtype.element_ty, ASM)
+    scale_row = scale_ptr + (n // BLOCK_ROWS * (SIZE // 128) + tl.program_id(1) if BLOCK_ROWS else n)
+    scale = tl.load(scale_row, mask=n < num_columns, other=0.0)
+    tl.store(out_ptr + offset, (weight.to(tl.float32) * scale[:, None]).to(out_ptr.dtype.element_ty), mask=live)
 
 
 @jit("num_tokens")

@@ -1,6 +1,6 @@
 """Linear layers whose weights are 4-bit integers with a scale, and perhaps a zero point, per group along K.
 
-A weight is `(value - zero) * scale`, values 0 to 15. Up to `MAX_TOKENS` tokens a kernel reads the packed values once,
+A weight is `(value - zero) * scale`, values 0 to 15. Up to `MAX_TOKENS` tokens, a kernel reads the packed values once,
 turns them into the activations' type in registers (exactly: value - zero is a small integer), multiplies, and scales
 the fp32 sums of each group. With more tokens, weights are turned into floats first.
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.linear import Tiles
-from draftloop.kernels.quantised import Measured, QuantisedWeight, stored, token_block
+from draftloop.kernels.quantised import KernelCall, Measured, QuantisedWeight, stored, token_block
 from draftloop.kernels.triton_import import jit, pdl_options, tl
 
 BLOCK = 128
@@ -142,7 +142,7 @@ class Int4Weight(QuantisedWeight):
     def quantise(self, weight_NK: Tensor) -> Int4Values:
         return quantise_int4(weight_NK, self.group_size)
 
-    def dequantise(self, dtype: torch.dtype) -> Tensor:
+    def dequantise_torch(self, dtype: torch.dtype) -> Tensor:
         size = self.shape[1]
         groups = size // self.group_size
         scale_GN = self.scale_GN[:groups].float() * self.row_scale_N
@@ -150,21 +150,35 @@ class Int4Weight(QuantisedWeight):
         values_NK = unpack(self.packed_BNJ)[:, :size]
         return Int4Values(values_NK, scale_GN.t(), zero_NG, self.order_K).dequantise().to(dtype)
 
-    def takes(self, x_TK: Tensor) -> bool:
+    def dequantise_triton(self, dtype: torch.dtype) -> Tensor:
+        num_columns, size = self.shape
+        out_NK = torch.empty(num_columns, size, dtype=dtype, device=self.packed_BNJ.device)
+        _dequantise_int4_kernel[(-(-num_columns // 32), self.packed_BNJ.shape[0])](
+            self.packed_BNJ,
+            self.scale_GN,
+            self.row_scale_N,
+            self.scale_GN if self.zero_GN is None else self.zero_GN,
+            self.packed_BNJ if self.order_K is None else self.order_K,
+            out_NK,
+            num_columns,
+            SIZE=size,
+            GROUP=self.group_size,
+            ZERO=self.zero_GN is not None,
+            ORDERED=self.order_K is not None,
+            BLOCK_N=32,
+        )
+        return out_NK
+
+    def takes(self) -> bool:
         return self.numel() < 2**31 and not self.shape[1] % 8 and self.group_size in GROUP_SIZES
 
-    def launch(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> None:
+    def kernel_call(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> KernelCall:
         if self.order_K is not None:
             x_TK = x_TK.index_select(1, self.order_K)
         num_tokens, size = x_TK.shape
         num_columns, blocks = self.shape[0], self.packed_BNJ.shape[0]
-        assert x_TK.is_contiguous()
-        assert out.is_contiguous()
         assert blocks * BLOCK % (tiles.block_k * tiles.splits) == 0
-        if not num_tokens:
-            return
-        block_m = token_block(num_tokens)
-        _linear_int4_kernel[(-(-num_tokens // block_m), -(-num_columns // tiles.block_n), tiles.splits)](
+        arguments = (
             x_TK,
             self.packed_BNJ,
             self.scale_GN,
@@ -174,6 +188,8 @@ class Int4Weight(QuantisedWeight):
             out,
             num_tokens,
             num_columns,
+        )
+        options = dict(
             SIZE=size,
             PART=blocks * BLOCK // tiles.splits,
             GROUP=self.group_size,
@@ -183,13 +199,14 @@ class Int4Weight(QuantisedWeight):
             MIDDLE=float(MIDDLE + (128 if x_TK.dtype is torch.bfloat16 else 1024)),
             PLANES_ASM=_PLANES_ASM[x_TK.dtype] if x_TK.is_cuda else None,
             MINUS_ASM=_MINUS_ASM[x_TK.dtype] if x_TK.is_cuda else None,
-            BLOCK_M=block_m,
+            BLOCK_M=token_block(num_tokens),
             BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             **pdl_options(x_TK.device),
         )
+        return KernelCall(_linear_int4_kernel, arguments, options)
 
 
 def kernel_group(group_size: int, size: int) -> int:
@@ -243,6 +260,43 @@ def _minus(plane, zero, ASM: tl.constexpr):
     else:
         found = (plane.to(tl.float32) - zero.to(tl.float32)).to(plane.dtype)
     return found
+
+
+@jit()
+def _dequantise_int4_kernel(
+    packed_ptr,
+    scale_ptr,
+    row_scale_ptr,
+    zero_ptr,
+    order_ptr,
+    out_ptr,
+    num_columns,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    ORDERED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Some rows, 128 columns of K."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    j = tl.arange(0, 32)
+    n_live = n < num_columns
+    words = tl.load(packed_ptr + (block * num_columns + n)[:, None] * 32 + j[None, :], mask=n_live[:, None], other=0)
+    row_scale = tl.load(row_scale_ptr + n, mask=n_live, other=0.0)
+    for plane in tl.static_range(4):
+        group = (block * 128 + 32 * plane) // GROUP
+        scale = tl.load(scale_ptr + group * num_columns + n, mask=n_live, other=0.0).to(tl.float32) * row_scale
+        values = ((words >> (4 * plane)) & 15).to(tl.float32)
+        if ZERO:
+            values -= tl.load(zero_ptr + group * num_columns + n, mask=n_live, other=0).to(tl.float32)[:, None]
+        else:
+            values -= 8.0
+        k = block * 128 + 32 * plane + j
+        live = n_live[:, None] & (k < SIZE)[None, :]
+        column = tl.load(order_ptr + k, mask=k < SIZE, other=0) if ORDERED else k
+        out = (values * scale[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + n[:, None] * SIZE + column[None, :], out, mask=live)
 
 
 @jit("num_tokens")

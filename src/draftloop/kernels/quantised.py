@@ -18,13 +18,23 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.kernels.batch_invariance import is_wanted
-from draftloop.kernels.linear import DTYPES, MAX_TOKENS, Tiles, linear, sm_count
+from draftloop.kernels.linear import DTYPES, Tiles, linear, sm_count
 from draftloop.kernels.triton_import import next_power_of_2
 
+MAX_TOKENS = 128
+"""Above this, reading the weights once more as floats pays."""
 BLOCK_TOKENS = 32
 """Tokens of one program; more are several programs, of which all but the first find the weights in the cache."""
 Measured = Mapping[tuple[int, int, bool], Tiles]
 """(N, K, may split) -> the fastest tiles on an H200."""
+
+
+class KernelCall(NamedTuple):
+    """A Triton kernel, its arguments, and its constants and launch options by name."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 class QuantisedWeight(torch.nn.Module, ABC):
@@ -59,20 +69,47 @@ class QuantisedWeight(torch.nn.Module, ABC):
         """The values nearest to a weight of floats, for `fill`."""
 
     @abstractmethod
+    def dequantise_torch(self, dtype: torch.dtype) -> Tensor:
+        """Reference of `dequantise_triton`."""
+
+    @abstractmethod
+    def dequantise_triton(self, dtype: torch.dtype) -> Tensor:
+        """Twin of `dequantise_torch`, to bf16 or fp16, of layers that the kernel takes."""
+
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """[N, K], as floats."""
+        if next(self.parameters()).is_cuda and dtype in DTYPES and self.takes():
+            return self.dequantise_triton(dtype)
+        return self.dequantise_torch(dtype)
 
     @abstractmethod
-    def takes(self, x_TK: Tensor) -> bool:
-        """Whether the kernel can take this layer."""
+    def takes(self) -> bool:
+        """Whether the kernels can take this layer."""
 
     @abstractmethod
+    def kernel_call(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> KernelCall:
+        """The kernel and what it is called with, to write [T, N], or fp32 [X, T, N]."""
+
     def launch(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> None:
-        """Run the kernel into [T, N], or fp32 [X, T, N]."""
+        """Run the kernel."""
+        assert x_TK.is_contiguous()
+        assert out.is_contiguous()
+        if x_TK.shape[0]:
+            call = self.kernel_call(x_TK, bias_N, out, tiles)
+            call.kernel[self._grid(x_TK, tiles)](*call.arguments, **call.options)
+
+    def compile_ahead(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> None:
+        """Compile what `launch` would run; from any thread."""
+        call = self.kernel_call(x_TK, bias_N, out, tiles)
+        call.kernel.warmup(*call.arguments, grid=self._grid(x_TK, tiles), **call.options)
+
+    def _grid(self, x_TK: Tensor, tiles: Tiles) -> tuple[int, int, int]:
+        # blocks of tokens are next to each other in time, so that they find their weights in the cache
+        return -(-x_TK.shape[0] // token_block(x_TK.shape[0])), -(-self.shape[0] // tiles.block_n), tiles.splits
 
     def linear_torch(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Reference of `linear_triton`; by floats, which take more memory for the time of a call."""
-        return F.linear(x_TK, self.dequantise(x_TK.dtype), bias_N)
+        return F.linear(x_TK, self.dequantise_torch(x_TK.dtype), bias_N)
 
     def linear_many(self, x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
         """For more tokens than the kernel takes."""
@@ -114,14 +151,20 @@ class QuantisedWeight(torch.nn.Module, ABC):
             return self.linear_split_triton(x_TK, bias_N)
         return self.linear(x_TK, bias_N, None)
 
+    def max_tokens(self, x_TK: Tensor) -> int:
+        """Of passes that the kernel takes."""
+        return MAX_TOKENS
+
     def _is_skinny(self, x_TK: Tensor) -> bool:
         return (
             x_TK.dim() == 2
             and x_TK.shape[0] > 0
-            and (x_TK.shape[0] <= MAX_TOKENS or is_wanted())  # the kernel's sums never depend on other tokens
+            and (
+                x_TK.shape[0] <= self.max_tokens(x_TK) or is_wanted()
+            )  # the kernel's sums never depend on other tokens
             and x_TK.dtype in DTYPES
             and x_TK.is_contiguous()
-            and self.takes(x_TK)
+            and self.takes()
         )
 
     def tiles(self, *, may_split: bool) -> Tiles:
