@@ -34,6 +34,7 @@ class Case:
     page_size: int = 16
     causal: bool = True
     window: int | None = None
+    soft_cap: float = 0.0
     uniform: bool = False
     padding: int = 0
     """Tokens past the last entry's."""
@@ -53,6 +54,8 @@ def dense(q_QHD: Tensor, k_SGD: Tensor, v_SGD: Tensor, case: Case) -> Tensor:
         for head in range(case.heads):
             kv_head = head // (case.heads // case.kv_heads)
             score = k_SGD[first:last, kv_head].float() @ q_QHD[i, head].float() / math.sqrt(case.head_dim)
+            if case.soft_cap:
+                score = case.soft_cap * torch.tanh(score / case.soft_cap)
             out[i, head] = torch.softmax(score, 0) @ v_SGD[first:last, kv_head].float()
     return out
 
@@ -106,6 +109,7 @@ def backend(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> 
         page_size=case.page_size,
         dtype=dtype,
         kv_dtype=dtype,
+        soft_cap=case.soft_cap,
     )
     cls = attention_backend(name, device.type)
     if name == "flashinfer" and device.type == "cpu":

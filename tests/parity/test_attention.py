@@ -81,6 +81,17 @@ def test_masks(
     )
 
 
+@pytest.mark.parametrize("name", ["sdpa", "triton"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("lens", [UNIFORM, RAGGED], ids=["uniform", "ragged"])
+def test_scores_are_capped(
+    name: str, device: torch.device, lens: tuple[tuple[int, int], ...], window: int | None
+) -> None:
+    """By a cap that most scores reach, and by one that none does."""
+    for soft_cap in (0.5, 50.0):
+        check(name, Case(lens=lens, window=window, soft_cap=soft_cap, uniform=lens is UNIFORM), device)
+
+
 @NAMES
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=["group1", "group4", "group8"])

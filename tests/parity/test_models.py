@@ -23,6 +23,13 @@ NUM_TOKENS = 61
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+THETA = {"rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0],
+}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 7}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -61,17 +68,65 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2-biases": ("Gemma2", {**GEMMA, "attention_bias": True, "attn_logit_softcapping": None}),
+    "gemma3": ("Gemma3", GEMMA),
+    "gemma3-linear": (
+        "Gemma3",
+        {
+            **GEMMA,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3-window": ("Phi3", {"pad_token_id": 0, "sliding_window": 8}),
+    "phi4-partial": (
+        "Phi3",
+        {"pad_token_id": 0, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75, **THETA}},
+    ),
+    "phi3-long": (
+        "Phi3",
+        {"pad_token_id": 0, "original_max_position_embeddings": 32, "rope_parameters": {**LONGROPE, **THETA}},
+    ),
+    "phi3-short": (
+        "Phi3",
+        {"pad_token_id": 0, "original_max_position_embeddings": 256, "rope_parameters": {**LONGROPE, **THETA}},
+    ),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "olmo3": ("Olmo3", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "smollm3": ("SmolLM3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
+    "smollm3-window": (
+        "SmolLM3",
+        {"pad_token_id": 0, "no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "glm4": ("Glm4", {"pad_token_id": 0, "head_dim": 16}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+"""Where they are not named like their models."""
 
 
 def make_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
     """A random transformers model, saved to `folder`."""
     family, settings = CASES[name]
-    config = getattr(transformers, f"{family}Config")(
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
         vocab_size=131,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=3,
+        num_hidden_layers=len(settings.get("layer_types") or range(3)),
         num_attention_heads=4,
         **{"num_key_value_heads": 2, "max_position_embeddings": 256, **settings},
     )
@@ -174,14 +229,18 @@ def test_rotary_settings_read_alike_in_both_spellings(name: str, tmp_path: Path)
     modern = json.loads((tmp_path / "config.json").read_text())
     legacy = dict(modern)
     scaling = dict(legacy.pop("rope_parameters"))
+    if "full_attention" in scaling:
+        legacy["rope_local_base_freq"] = scaling["sliding_attention"]["rope_theta"]
+        scaling = scaling["full_attention"]
     legacy["rope_theta"] = scaling.pop("rope_theta")
     legacy["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}
     assert ModelConfig.from_hf(legacy) == ModelConfig.from_hf(modern)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 @torch.no_grad()
-def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    make_reference("qwen3", tmp_path)
+def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
+    make_reference(name, tmp_path)
     token_ids = torch.arange(NUM_TOKENS)
     expected, _ = run_chunks(load(tmp_path), token_ids, [NUM_TOKENS])
     source = resolve_model(str(tmp_path))
@@ -189,7 +248,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     (shape,) = attention_shapes(config, page_size=PAGE_SIZE, dtype=torch.bfloat16)
     backend = SdpaBackend(shape, CPU)
     model = load_model(source, config, backend, device=CPU, dtype=torch.bfloat16)
-    kv = torch.zeros(3, 2, NUM_PAGES, PAGE_SIZE, 2, 16, dtype=torch.bfloat16)
+    kv = torch.zeros(3, 2, NUM_PAGES, PAGE_SIZE, 2, config.head_dim, dtype=torch.bfloat16)
     page_table = torch.arange(1, NUM_PAGES, dtype=torch.int32)[None]
     batch = AttentionBatch(
         rows_R=torch.zeros(1, dtype=torch.int32),

@@ -79,6 +79,8 @@ class AttentionShape:
     page_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    soft_cap: float = 0.0
+    """c > 0: a score s, scaled, counts as `c * tanh(s / c)`; 0: scores are taken as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,8 @@ class FlashinferBackend(AttentionBackend):
         ):
             if value not in known:
                 raise unsupported(cls.name, what, value, known, instead="triton")
+        if shape.soft_cap:
+            raise unsupported(cls.name, "soft-capping of scores, here at", shape.soft_cap, ("none",), instead="triton")
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide among {shape.num_kv_heads} key/value heads")
 

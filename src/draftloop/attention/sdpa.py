@@ -117,9 +117,10 @@ def attend_row(
     causal: bool,
     window: int,
     scale: float,
+    soft_cap: float,
     tree: Tree | None = None,
 ) -> None:
-    """One row with at least one key. `window` 0 means none."""
+    """One row with at least one key. `window` and `soft_cap` 0 mean none."""
     query_len, num_heads, head_dim = q_QHD.shape
     page_size, num_kv_heads = kv_2PSGD.shape[2:4]
     # whole pages before the first key that the first token sees are left out
@@ -128,31 +129,43 @@ def attend_row(
     num_keys = kv_len - first_page * page_size
     keys, values = read_pages(kv_2PSGD, pages_N[first_page : -(-kv_len // page_size)], num_keys)
 
-    if query_len == 1 and tree is None and (not window or num_keys <= window):
+    if soft_cap:
+        mask = MASKS.get(query_len, num_keys, window, causal, q_QHD, tree) if causal or window else None
+        out_1HQD = capped_attention(q_QHD.transpose(0, 1).unsqueeze(0), keys, values, mask, scale, soft_cap)
+        out_QHD.copy_(out_1HQD[0].transpose(0, 1))
+    elif query_len == 1 and tree is None and (not window or num_keys <= window):
         # the query heads of one key/value head are its queries: keys are read once, and no mask is needed
         packed = (1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out_QHD.view(packed).copy_(scaled_dot_product_attention(q_QHD.view(packed), keys, values, scale=scale))
-        return
-    mask, whole = None, False
-    if tree is not None:
-        mask = MASKS.get(query_len, num_keys, window, causal, q_QHD, tree)
-    elif causal and query_len == kv_len and not window:
-        whole = True
-    elif causal or window:
-        mask = MASKS.get(query_len, num_keys, window, causal, q_QHD)
-    out_1HQD = scaled_dot_product_attention(
-        q_QHD.transpose(0, 1).unsqueeze(0),
-        keys,
-        values,
-        attn_mask=mask,
-        is_causal=whole,
-        scale=scale,
-        enable_gqa=num_heads != num_kv_heads,
-    )
-    out_QHD.copy_(out_1HQD[0].transpose(0, 1))
+    else:
+        mask, whole = None, causal and tree is None and query_len == kv_len and not window
+        if (causal or window) and not whole:
+            mask = MASKS.get(query_len, num_keys, window, causal, q_QHD, tree)
+        out_1HQD = scaled_dot_product_attention(
+            q_QHD.transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=whole,
+            scale=scale,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+        out_QHD.copy_(out_1HQD[0].transpose(0, 1))
     if query_len > kv_len and causal:
         # tokens before the sequence's first position see nothing; a softmax over nothing is not a number
         out_QHD[: query_len - kv_len].zero_()
+
+
+def capped_attention(
+    q_1HQD: Tensor, keys_1GSD: Tensor, values_1GSD: Tensor, mask_QS: Tensor | None, scale: float, soft_cap: float
+) -> Tensor:
+    """Attention whose scores are squeezed between minus and plus `soft_cap` before the mask, computed in fp32."""
+    group = q_1HQD.shape[1] // keys_1GSD.shape[1]
+    keys, values = (side.float().repeat_interleave(group, 1) for side in (keys_1GSD, values_1GSD))
+    scores = (q_1HQD.float() @ keys.transpose(2, 3) * (scale / soft_cap)).tanh() * soft_cap
+    if mask_QS is not None:
+        scores = scores + mask_QS
+    return (scores.softmax(-1) @ values).to(q_1HQD.dtype)
 
 
 def paged_attention(
@@ -167,6 +180,7 @@ def paged_attention(
     causal: bool,
     window: int,
     scale: float,
+    soft_cap: float,
     invariant: bool,
     ancestors_Q: Tensor | None = None,
     num_tree_keys: int = 0,
@@ -190,6 +204,7 @@ def paged_attention(
                 causal,
                 window,
                 scale,
+                soft_cap,
             )
             if query_len:
                 return
@@ -214,9 +229,8 @@ def paged_attention(
             for at in range(start, end, step):
                 part, seen = slice(at, at + step), kv_len - (end - at - step)
                 if seen > 0:
-                    attend_row(
-                        q_THD[part], kv_2PSGD, page_table_MN[row], seen, out_THD[part], causal, window, scale, tree
-                    )
+                    pages, out = page_table_MN[row], out_THD[part]
+                    attend_row(q_THD[part], kv_2PSGD, pages, seen, out, causal, window, scale, soft_cap, tree)
                 else:
                     out_THD[part].zero_()
         if starts[-1] < out_THD.shape[0]:
@@ -225,8 +239,8 @@ def paged_attention(
 
 _PAGED_ATTENTION = define(
     "paged_attention(Tensor q, Tensor kv, Tensor rows, Tensor query_starts, Tensor kv_lens, Tensor page_table, "
-    "Tensor(a!) out, int query_len, bool causal, int window, float scale, bool invariant, Tensor? ancestors=None, "
-    "int num_tree_keys=0) -> ()",
+    "Tensor(a!) out, int query_len, bool causal, int window, float scale, float soft_cap, bool invariant, "
+    "Tensor? ancestors=None, int num_tree_keys=0) -> ()",
     paged_attention,
     "CPU",
     "CUDA",
@@ -270,6 +284,7 @@ class SdpaBackend(AttentionBackend):
             batch.causal,
             sliding_window or 0,
             self.shape.scale,
+            self.shape.soft_cap,
             batch.invariant,
             *(() if batch.tree is None else batch.tree),
         )

@@ -74,6 +74,7 @@ class TritonBackend(AttentionBackend):
             window=sliding_window or 0,
             scale=self.shape.scale,
             num_sms=self.num_sms,
+            soft_cap=self.shape.soft_cap,
             pdl=self.pdl,
             invariant=batch.invariant,
         )

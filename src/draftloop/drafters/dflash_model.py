@@ -118,10 +118,7 @@ class DFlashModel(torch.nn.Module):
         for layer, causal, kv_2PSGD in zip(
             self.decoder_layers, self.config.causal_layers, kv_L2PSGD.unbind(0), strict=True
         ):
-            if out is None:
-                x_TC = rms_norm(residual_TC, layer.input_norm, eps)
-            else:
-                x_TC, residual_TC = add_rms_norm(out, residual_TC, layer.input_norm, eps)
+            x_TC, residual_TC = layer.enter(out, residual_TC)
             out, residual_TC = layer(x_TC, residual_TC, kv_2PSGD, self.cos_sin_LD, by_causality[causal], self.backend)
         assert out is not None
         hidden_TC, _ = add_rms_norm(out, residual_TC, self.final_norm, eps)

@@ -15,7 +15,7 @@ from draftloop.drafters.mtp_config import LAYER, MtpConfig
 from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
 from draftloop.kernels.norm_concat import norm_concat
-from draftloop.kernels.rms_norm import Store, add_rms_norm, rms_norm
+from draftloop.kernels.rms_norm import Store, add_rms_norm
 from draftloop.models.layers import DecoderLayer, parameter
 from draftloop.models.rope import cos_sin_table
 from draftloop.models.weights import plain
@@ -90,7 +90,7 @@ class MtpModule(torch.nn.Module):
             # only prompts have a first position; what follows them starts later
             both_TX[:, : self.final_norm.shape[0]].masked_fill_((batch.positions_T == 0)[:, None], 0)
         residual_TC = linear(both_TX, self.fc)
-        x_TC = rms_norm(residual_TC, self.layer.input_norm, eps)
+        x_TC, residual_TC = self.layer.enter(None, residual_TC)
         out, residual_TC = self.layer(x_TC, residual_TC, kv_L2PSGD[0], self.cos_sin_LD, batch, self.backend, keep_R)
         normed_TC, _ = add_rms_norm(out, residual_TC, self.final_norm, eps, store=store._replace(normed=True))
         return normed_TC

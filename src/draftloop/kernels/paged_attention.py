@@ -66,6 +66,7 @@ def _attend_kernel(
     CAUSAL: tl.constexpr,
     TREE: tl.constexpr,  # of the last keys each token sees its ancestors; UNIFORM and CAUSAL
     WINDOW: tl.constexpr,  # 0: none
+    SOFT_CAP: tl.constexpr,  # of scores as powers of 2; 0: none
     SPLIT: tl.constexpr,  # num_splits > 1
     FIXED: tl.constexpr,  # splits begin at the same keys whatever a row's length
     BLOCK_M: tl.constexpr,
@@ -164,6 +165,9 @@ def _attend_kernel(
         v = tl.load(v_ptr + kv_offset, mask=kv_live, other=0.0)
 
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if SOFT_CAP > 0:
+            # tanh(x) is 1 - 2 / (exp(2x) + 1), and log2(e) is 1.4427
+            score = SOFT_CAP - 2 * SOFT_CAP / (tl.exp2(score * (2 * 1.4426950408889634 / SOFT_CAP)) + 1)
         seen = key_live[None, :]
         if TREE:
             place = key - first_tree_key
@@ -337,12 +341,15 @@ def paged_attention_triton(
     window: int,
     scale: float,
     num_sms: int,
+    soft_cap: float = 0.0,
     tree: PagedTree | None = None,
     pdl: bool = False,
     invariant: bool = False,
     tiles: Tiles | None = None,
 ) -> None:
     """Write `out_THD`. `query_len` > 0: every row has that many tokens; 0: ragged. `window` 0: none.
+
+    `soft_cap` c > 0: a score s, scaled, counts as `c * tanh(s / c)`.
 
     `invariant`: a token's result depends on its row alone, however many tokens it came with.
 
@@ -416,6 +423,7 @@ def paged_attention_triton(
         CAUSAL=causal,
         TREE=tree is not None,
         WINDOW=window,
+        SOFT_CAP=soft_cap * 1.4426950408889634,
         SPLIT=splits > 1,
         FIXED=tiles.split_blocks > 0,
         BLOCK_M=tiles.block_m,

@@ -26,6 +26,8 @@ class Store(NamedTuple):
 
 def rms_norm_torch(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Reference of `rms_norm`."""
+    if weight_H.dtype != x_TH.dtype:
+        return torch.rms_norm(x_TH.float(), weight_H.shape, weight_H, eps).to(x_TH.dtype)
     return torch.rms_norm(x_TH, weight_H.shape, weight_H, eps)
 
 
@@ -35,7 +37,7 @@ def add_rms_norm_torch(
     """Reference of `add_rms_norm`."""
     x_TH = x.sum(0).to(residual_TH.dtype) if x.dim() == 3 else x
     residual_TH = residual_TH + x_TH
-    return _stored(torch.rms_norm(residual_TH, weight_H.shape, weight_H, eps), residual_TH, store)
+    return _stored(rms_norm_torch(residual_TH, weight_H, eps), residual_TH, store)
 
 
 def _stored(normed_TH: Tensor, sum_TH: Tensor, store: Store | None) -> tuple[Tensor, Tensor]:
@@ -148,7 +150,7 @@ def add_rms_norm_triton(
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """`x * rsqrt(mean(x^2) + eps) * weight`, computed in fp32, in the dtype of x."""
+    """`x * rsqrt(mean(x^2) + eps) * weight`, computed in fp32, in the dtype of x; the weight may be fp32 beside any."""
     if x_TH.is_cuda:
         return rms_norm_triton(x_TH, weight_H, eps)
     if native.takes_serial(x_TH, weight_H):

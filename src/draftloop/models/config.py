@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
 from draftloop.errors import ConfigError, nearest
+from draftloop.models.architectures import ACTIVATIONS, FAMILIES, Activation, LayerNorms, LayerType
 from draftloop.models.quantisation import Quantisation, read_quantisation
+from draftloop.models.rope_config import RopeConfig, read_rope
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional"]
-LayerType = Literal["full_attention", "sliding_attention"]
-
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "MiMoForCausalLM",
-)
-"""What `DenseDecoder` can run. MiMo is Qwen2 with multi-token-prediction heads."""
+ARCHITECTURES = tuple(FAMILIES)
+"""What `DenseDecoder` can run."""
 GEMMA4_ARCHITECTURES = (
     "Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration",
@@ -29,38 +22,7 @@ GEMMA4_ARCHITECTURES = (
 """What `Gemma4Decoder` can run; of models for more than text, the text model."""
 SUPPORTED = (*ARCHITECTURES, *GEMMA4_ARCHITECTURES)
 
-ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding: base frequency and how it is stretched for long contexts."""
-
-    kind: RopeKind = "default"
-    """"default", "linear", "llama3", "yarn" or "proportional"."""
-    theta: float = 10_000.0
-    """Base wavelength."""
-    factor: float = 1.0
-    """How many times longer than in pretraining the context may get."""
-    original_max_position_embeddings: int = 0
-    """Context length of pretraining, in tokens (llama3, yarn)."""
-    low_freq_factor: float = 1.0
-    """llama3: wavelengths above `original / low_freq_factor` are stretched in full."""
-    high_freq_factor: float = 4.0
-    """llama3: wavelengths below `original / high_freq_factor` are left alone."""
-    beta_fast: float = 32.0
-    """yarn: rotations above which a dimension is left alone."""
-    beta_slow: float = 1.0
-    """yarn: rotations below which a dimension is stretched in full."""
-    truncate: bool = True
-    """yarn: round the bounds of the ramp to whole dimensions."""
-    attention_factor: float | None = None
-    """yarn: multiplies cos and sin; None: inferred from `factor`, `mscale` and `mscale_all_dim`."""
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    share: float = 1.0
-    """proportional: share of a head's dimensions that turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +61,34 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm of each query and key head before the rotation."""
+    whole_qk_norm: bool = False
+    """That norm is over all heads at once."""
+    norms: LayerNorms = field(default_factory=LayerNorms)
+    norm_offset: bool = False
+    """Checkpoints hold what norms multiply with less 1."""
+    activation: Activation = "silu"
+    """Of the MLP's gate."""
+    scale: float | None = None
+    """What attention's scores are multiplied by; None: one over the square root of the head size."""
+    attention_cap: float = 0.0
+    """Scores are squeezed between minus and plus this; 0: they are not."""
+    logit_cap: float | None = None
+    """Logits are squeezed between minus and plus this."""
+    logit_divisor: float = 1.0
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by, rounded to the model's type."""
+    residual_multiplier: float = 1.0
+    """Of what attention and MLP add to the residual stream."""
+    ropes: tuple[RopeConfig, ...] = ()
+    """One per layer; empty: all layers turn as `rope` says."""
+    interleaved_rope: bool = False
+    """Neighbouring dimensions turn together, not those half a head apart; weights are reordered once loaded."""
+    fused_qkv: bool = False
+    """Checkpoints have queries, keys and values in one matrix."""
+    fused_gate_up: bool = False
+    """The same of the MLP's gate and what it multiplies."""
+    tensor_prefix: str = "model."
+    """Before the names of the decoder's tensors in checkpoints."""
     sliding_window: int | None = None
     """Positions that a token of a sliding layer sees, itself included."""
     layer_types: tuple[LayerType, ...] = ()
@@ -154,7 +144,11 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What scores are multiplied by."""
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        """How one layer's queries and keys turn."""
+        return self.ropes[layer] if self.ropes else self.rope
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -167,10 +161,13 @@ class ModelConfig:
         hidden, inner = self.hidden_size, self.intermediate_size
         heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         attention = hidden * (heads + self.num_heads * self.head_dim)
-        attention += self.qkv_bias * heads + self.o_bias * hidden + self.qk_norm * 2 * self.head_dim
+        attention += self.qkv_bias * heads + self.o_bias * hidden
+        if self.qk_norm:
+            attention += self.head_dim * (self.num_heads + self.num_kv_heads if self.whole_qk_norm else 2)
         mlp = 3 * hidden * inner + self.mlp_bias * (2 * inner + hidden)
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + mlp + 2 * hidden) + tables + hidden
+        norms = hidden * sum(name is not None for name in astuple(self.norms))
+        return self.num_layers * (attention + mlp + norms) + tables + hidden
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -192,7 +189,9 @@ class ModelConfig:
                 f"the model's config names architecture {found}; supported: {', '.join(SUPPORTED)}. "
                 "Choose a model of one of these"
             )
-        refuse_unsupported(hf)
+        family = FAMILIES[architecture]
+        hf = {**family.defaults, **_text(hf)}
+        activation = _activation(hf)
 
         def need(key: str) -> Any:
             if hf.get(key) is None:
@@ -200,109 +199,51 @@ class ModelConfig:
             return hf[key]
 
         num_layers, num_heads = need("num_hidden_layers"), need("num_attention_heads")
-        head_dim = hf.get("head_dim") or (
-            128 if architecture == "Qwen3ForCausalLM" else need("hidden_size") // num_heads
-        )
-        attention_bias = bool(hf.get("attention_bias", False)) and architecture != "MistralForCausalLM"
-        is_qwen2 = architecture in ("Qwen2ForCausalLM", "MiMoForCausalLM")
-        sliding_window, layer_types = _sliding(architecture, hf, num_layers)
+        own = family.read(hf)
         eos = hf.get("eos_token_id")
-        return cls(
-            architecture=architecture,
-            vocab_size=need("vocab_size"),
-            hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=hf.get("num_key_value_heads") or num_heads,
-            head_dim=head_dim,
-            max_position_embeddings=need("max_position_embeddings"),
-            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-            rope=_rope(hf),
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            qkv_bias=is_qwen2 or attention_bias,
-            o_bias=not is_qwen2 and attention_bias,
-            mlp_bias=architecture == "LlamaForCausalLM" and bool(hf.get("mlp_bias", False)),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            sliding_window=sliding_window,
-            layer_types=layer_types,
-            bos_token_id=hf.get("bos_token_id"),
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-            dtype=checkpoint_dtype(hf),
-            quantisation=read_quantisation(hf.get("quantization_config")),
+        fields: dict[str, Any] = {
+            "architecture": architecture,
+            "vocab_size": need("vocab_size"),
+            "hidden_size": need("hidden_size"),
+            "intermediate_size": need("intermediate_size"),
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": hf.get("num_key_value_heads") or num_heads,
+            "head_dim": hf.get("head_dim") or need("hidden_size") // num_heads,
+            "max_position_embeddings": need("max_position_embeddings"),
+            "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
+            "rope": own["rope"] if "rope" in own else read_rope(hf),
+            "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
+            "activation": activation,
+            "bos_token_id": hf.get("bos_token_id"),
+            "eos_token_ids": () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            "dtype": checkpoint_dtype(hf),
+            "quantisation": read_quantisation(hf.get("quantization_config")),
+            "tensor_prefix": hf.get("tensor_prefix", "model."),
+        }
+        return cls(**fields | own)
+
+
+def _text(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part about text of the config of a model for more than that."""
+    if "text_config" not in hf:
+        return hf
+    outer = {key: hf[key] for key in ("eos_token_id", "dtype", "torch_dtype", "quantization_config") if hf.get(key)}
+    return {**hf["text_config"], **outer, "tensor_prefix": "language_model.model."}
+
+
+def _activation(hf: Mapping[str, Any]) -> Activation:
+    name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    if name not in ACTIVATIONS:
+        raise ConfigError(
+            f"hidden_act is {name!r} in the model's config; supported: {', '.join(map(repr, ACTIVATIONS))}"
         )
-
-
-def refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an activation or rotation that no decoder here has."""
-    if (activation := hf.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act is {activation!r} in the model's config; supported: 'silu'")
-    if (partial := hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError(f"partial_rotary_factor is {partial} in the model's config; supported: 1.0")
+    return ACTIVATIONS[name]
 
 
 def checkpoint_dtype(hf: Mapping[str, Any]) -> str:
     """Type of the weights, in either spelling."""
     return str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-
-
-def _sliding(architecture: str, hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[LayerType, ...]]:
-    """The window, and which layers have it, each architecture by its own rule."""
-    if architecture == "LlamaForCausalLM":
-        return None, ()
-    window = hf.get("sliding_window", 4096)
-    if architecture == "MistralForCausalLM":
-        return window, ()
-    if not hf.get("use_sliding_window", False) or window is None:
-        return None, ()
-    types: list[LayerType] | None = hf.get("layer_types")
-    if types is None:
-        first = hf.get("max_window_layers", 28)
-        types = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError(
-                f"layer_types has {kind!r} in the model's config; supported: 'full_attention', 'sliding_attention'"
-            )
-    return window, tuple(types)
-
-
-def _rope(hf: Mapping[str, Any]) -> RopeConfig:
-    """Rotary settings of a `config.json` in either spelling."""
-    settings: dict[str, Any] = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    if nested := [key for key, value in settings.items() if isinstance(value, Mapping)]:
-        raise ConfigError(
-            f"the model's config has rotary settings per layer type ({', '.join(nested)}); supported: one"
-        )
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise ConfigError(f"rope_type is {kind!r} in the model's config; supported: {', '.join(ROPE_KINDS)}")
-    if (partial := settings.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError(f"partial_rotary_factor is {partial} in the model's config; supported: 1.0")
-    # a length saved beside the rotary settings goes before the one within, as in transformers
-    original = hf.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
-    original = original or hf.get("max_position_embeddings") or 0
-    required = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    for key in required.get(kind, ()):
-        if settings.get(key) is None:
-            raise ConfigError(f"the model's config has rope_type {kind!r} without {key!r}, which it needs")
-    factor = settings.get("factor")
-    if factor is None:
-        factor = hf["max_position_embeddings"] / original if kind == "yarn" else 1.0
-    return RopeConfig(
-        kind=kind,
-        theta=settings.get("rope_theta") or hf.get("rope_theta") or 10_000.0,
-        factor=factor,
-        original_max_position_embeddings=original,
-        low_freq_factor=settings.get("low_freq_factor") or 1.0,
-        high_freq_factor=settings.get("high_freq_factor") or 4.0,
-        beta_fast=settings.get("beta_fast") or 32.0,
-        beta_slow=settings.get("beta_slow") or 1.0,
-        truncate=settings.get("truncate", True),
-        attention_factor=settings.get("attention_factor"),
-        mscale=settings.get("mscale"),
-        mscale_all_dim=settings.get("mscale_all_dim"),
-    )
 
 
 def _llama3_rope(factor: float) -> RopeConfig:

@@ -38,6 +38,7 @@ def attention_shapes(
             page_size=page_size,
             dtype=dtype,
             kv_dtype=kv_dtype or dtype,
+            soft_cap=config.attention_cap,
         )
         for group in config.cache_groups
     ]
@@ -49,6 +50,13 @@ def cache_specs(config: ModelConfig, dtype: torch.dtype) -> list[CacheSpec]:
         CacheSpec(num_layers=group.num_layers, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim, dtype=dtype)
         for group in config.cache_groups
     ]
+
+
+def capped(logits_TV: Tensor, cap: float | None, out_TV: Tensor | None) -> Tensor:
+    """Logits squeezed between minus and plus `cap`, written to `out_TV` if given."""
+    if cap is not None:
+        logits_TV = (logits_TV / cap).tanh() * cap
+    return logits_TV if out_TV is None or out_TV is logits_TV else out_TV.copy_(logits_TV)
 
 
 class Decoder(torch.nn.Module, ABC):
@@ -104,6 +112,9 @@ class Decoder(torch.nn.Module, ABC):
     def num_looked_up(self) -> int:
         """Weights of tables from which only a few rows are read."""
         return 0 if self.config.tie_word_embeddings else self.embed_tokens.numel()
+
+    def settle(self) -> None:
+        """Called once a checkpoint's weights are in their places."""
 
     @abstractmethod
     def destinations(self) -> dict[str, Destination]:

@@ -1,4 +1,4 @@
-"""The dense decoder: Llama, Mistral, Qwen2 and Qwen3 by configuration.
+"""The dense decoder: Llama, and by configuration what differs from it little (see models/architectures.py).
 
 Shape suffixes: T tokens in the pass, C hidden size, V vocabulary, L positions or layers (`kv_L2PSGD`), P pages,
 S tokens per page, G key/value heads, D head size.
@@ -6,7 +6,7 @@ S tokens per page, G key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from draftloop.errors import ConfigError
 from draftloop.kernels.linear import linear
-from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
+from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
-from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attention_shapes, cache_specs
-from draftloop.models.layers import DecoderLayer, parameter
+from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attention_shapes, cache_specs, capped
+from draftloop.models.layers import DecoderLayer, norm_dtype, parameter
 from draftloop.models.rope import cos_sin_table
 from draftloop.models.weights import Destination
 
@@ -63,14 +63,23 @@ class DenseDecoder(Decoder):
             DecoderLayer(config, layer, device=device, dtype=dtype) for layer in range(config.num_layers)
         )
         self.layers = torch.nn.ModuleList(self.decoder_layers)
-        self.final_norm = parameter(config.hidden_size, device=device, dtype=dtype)
+        self.final_norm = parameter(config.hidden_size, device=device, dtype=norm_dtype(config, dtype))
         if config.tie_word_embeddings:
             self.lm_head = self.embed_tokens
         else:
             self.lm_head = parameter(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        self.cos_sin_LD = cos_sin_table(
-            config.rope, head_dim=config.head_dim, max_positions=max_positions, device=device
-        )
+        ropes = [config.layer_rope(layer) for layer in range(config.num_layers)]
+        tables = {
+            rope: cos_sin_table(rope, head_dim=config.head_dim, max_positions=max_positions, device=device)
+            for rope in set(ropes)
+        }
+        self.cos_sin_tables = tuple(tables[rope] for rope in ropes)
+        # rounded to the weights' type, as the models were trained
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        embedded_TC = super().embed(token_ids_T)
+        return embedded_TC if self.embedding_scale == 1 else embedded_TC * self.embedding_scale
 
     def layer_caches(self, caches: Sequence[Tensor]) -> LayerCaches:
         (kv_L2PSGD,) = caches
@@ -85,32 +94,47 @@ class DenseDecoder(Decoder):
         self, embedded_TC: Tensor, caches: LayerCaches, batch: AttentionBatch, *, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """`forward` for tokens that are embedded already."""
-        eps, cos_sin_LD, backend = self.config.rms_norm_eps, self.cos_sin_LD, self.backend
         residual_TC, out = embedded_TC, None
         aux: dict[int, Tensor] = {}
         for index, (layer, kv_2PSGD) in enumerate(zip(self.decoder_layers, caches, strict=True)):
-            if out is None:
-                x_TC = rms_norm(residual_TC, layer.input_norm, eps)
-            else:
-                x_TC, residual_TC = add_rms_norm(out, residual_TC, layer.input_norm, eps)
+            x_TC, residual_TC = layer.enter(out, residual_TC)
             if index in aux_layers:
                 aux[index] = residual_TC
-            out, residual_TC = layer(x_TC, residual_TC, kv_2PSGD, cos_sin_LD, batch, backend)
+            out, residual_TC = layer(x_TC, residual_TC, kv_2PSGD, self.cos_sin_tables[index], batch, self.backend)
         assert out is not None
-        hidden_TC, residual_TC = add_rms_norm(out, residual_TC, self.final_norm, eps)
+        hidden_TC, residual_TC = add_rms_norm(out, residual_TC, self.final_norm, self.config.rms_norm_eps)
         aux |= {self.config.num_layers: residual_TC, FINAL_HIDDEN: hidden_TC}
         return hidden_TC, [aux[index] for index in aux_layers]
 
     def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
-        return linear(hidden_TC, self.lm_head, out_TN=out_TV)
+        cap, divisor = self.config.logit_cap, self.config.logit_divisor
+        if divisor != 1:
+            hidden_TC = hidden_TC / divisor
+        return capped(linear(hidden_TC, self.lm_head, out_TN=None if cap else out_TV), cap, out_TV)
+
+    def settle(self) -> None:
+        """Bring weights into the form that passes read: norms with their offset, heads whose halves turn."""
+        if self.config.norm_offset:
+            for name, weight in self.named_parameters():
+                if name.endswith("norm"):
+                    weight.data += 1
+        if self.config.interleaved_rope:
+            for layer in self.decoder_layers:
+                layer.attention.turn_halves(int(self.config.head_dim * self.config.rope.share))
 
     def destinations(self) -> dict[str, Destination]:
+        prefix = self.config.tensor_prefix
         found: dict[str, Destination] = {
-            "model.embed_tokens.weight": self.embed_tokens.data,
-            "model.norm.weight": self.final_norm.data,
+            f"{prefix}embed_tokens.weight": self.embed_tokens.data,
+            f"{prefix}norm.weight": self.final_norm.data,
         }
         if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = self.lm_head.data
+            found[f"{prefix.removesuffix('model.')}lm_head.weight"] = self.lm_head.data
         for index, layer in enumerate(self.decoder_layers):
-            found |= layer.destinations(f"model.layers.{index}")
+            found |= layer.destinations(f"{prefix}layers.{index}")
         return found
+
+    def needless(self, names: Iterable[str]) -> set[str]:
+        """Of a model for more than text, its other parts too."""
+        names, whole = list(names), self.config.tensor_prefix.removesuffix("model.")
+        return super().needless(names) | {name for name in names if not name.startswith(whole)}

@@ -19,11 +19,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.kernels.gated_linear import gated_linear
 from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.models.config import LayerType
-from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attention_shapes
+from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attention_shapes, capped
 from draftloop.models.gemma4_config import Gemma4Config
 from draftloop.models.layers import parameter
 from draftloop.models.rope import cos_sin_table, rotate
@@ -164,8 +165,7 @@ class Gemma4Layer(torch.nn.Module):
         attended_TC = self.attention(rms_norm(hidden_TC, self.input_norm, self.eps), kv_2PSGD, positions_T, kind, batch)
         attended_TC = rms_norm(attended_TC, self.post_attention_norm, self.eps)
         x_TC, hidden_TC = add_rms_norm(attended_TC, hidden_TC, self.pre_mlp_norm, self.eps)
-        gate_TI, up_TI = linear(x_TC, self.gate_up_weight).chunk(2, -1)
-        inner_TI = F.gelu(gate_TI, approximate="tanh") * up_TI
+        inner_TI = gated_linear(x_TC, self.gate_up_weight, activation="gelu_tanh")
         hidden_TC = hidden_TC + rms_norm(linear(inner_TI, self.down_weight), self.post_mlp_norm, self.eps)
         if own_TJ is not None:
             assert self.own_gate_weight is not None
@@ -278,10 +278,7 @@ class Gemma4Decoder(Decoder):
 
     def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
         cap = self.gemma.logit_cap
-        if cap is None:
-            return linear(hidden_TC, self.lm_head, out_TN=out_TV)
-        logits_TV = (linear(hidden_TC, self.lm_head) / cap).tanh() * cap
-        return logits_TV if out_TV is None else out_TV.copy_(logits_TV)
+        return capped(linear(hidden_TC, self.lm_head, out_TN=None if cap else out_TV), cap, out_TV)
 
     @property
     def num_looked_up(self) -> int:

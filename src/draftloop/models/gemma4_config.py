@@ -17,7 +17,6 @@ from draftloop.models.config import (
     ModelConfig,
     RopeConfig,
     checkpoint_dtype,
-    refuse_unsupported,
 )
 from draftloop.models.quantisation import read_quantisation
 
@@ -47,10 +46,6 @@ class Gemma4Config(ModelConfig):
     """Width of what each layer gets from a token embedding of its own; 0: there is none."""
     layer_vocab_size: int = 0
     """Rows of that embedding."""
-    logit_cap: float | None = None
-    """Logits are squeezed between minus and plus this."""
-    tensor_prefix: str = "model."
-    """Before the names of the text model's tensors."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,7 +134,6 @@ class Gemma4Config(ModelConfig):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Gemma4Config:
         """Read a `config.json` of the text model, or of one that holds it. Raises ConfigError for what cannot run."""
-        refuse_unsupported(hf)
         names = hf.get("architectures") or []
         architecture = next((name for name in names if name in GEMMA4_ARCHITECTURES), GEMMA4_ARCHITECTURES[0])
         text = hf.get("text_config") or hf

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.errors import ConfigError
 from draftloop.kernels.gated_linear import gated_linear
 from draftloop.kernels.linear import linear, residual_linear
-from draftloop.kernels.rms_norm import add_rms_norm
+from draftloop.kernels.quantised import QuantisedWeight
+from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.models.config import ModelConfig
 from draftloop.models.weights import Destination, Memory, linear_weight, parameter, split_rows
@@ -47,18 +49,30 @@ class Attention(torch.nn.Module):
             names = {f"model.layers.{layer}.self_attn.{name}_proj": rows for name, rows in parts.items()}
             return linear_weight(names, size, config.quantisation, device=device, dtype=dtype)
 
-        self.qkv_weight = weight(dict(zip("qkv", self.qkv_sizes, strict=True)), input_size or hidden)
+        self.qkv_parts: dict[str, int] = dict(zip("qkv", self.qkv_sizes, strict=True))
+        if config.fused_qkv:
+            self.qkv_parts = {"qkv": sum(self.qkv_sizes)}
+        self.qkv_weight = weight(self.qkv_parts, input_size or hidden)
         self.qkv_bias = make(sum(self.qkv_sizes)) if config.qkv_bias else None
         self.o_weight = weight({"o": hidden}, self.query_size)
         self.o_bias = make(hidden) if config.o_bias else None
-        self.q_norm = make(head_dim) if config.qk_norm else None
-        self.k_norm = make(head_dim) if config.qk_norm else None
+        self.whole_norm = config.whole_qk_norm
+        q_size, k_size = (self.query_size, self.kv_size) if self.whole_norm else (head_dim, head_dim)
+        kind = norm_dtype(config, dtype)
+        self.q_norm = parameter(q_size, device=device, dtype=kind) if config.qk_norm else None
+        self.k_norm = parameter(k_size, device=device, dtype=kind) if config.qk_norm else None
+        self.project = linear if config.norms.after_attention else residual_linear
 
     def forward(
         self, x_TC: Tensor, kv_2PSGD: Tensor, cos_sin_LD: Tensor, batch: AttentionBatch, backend: AttentionBackend
     ) -> Tensor:
-        """Write this pass's keys and values to the cache, attend, and project; as `residual_linear` returns it."""
+        """Write this pass's keys and values to the cache, attend, and project.
+
+        The output is as `residual_linear` returns it, unless a norm follows.
+        """
         qkv_TE = linear(x_TC, self.qkv_weight, self.qkv_bias)
+        if self.whole_norm:
+            qkv_TE = self._normed(qkv_TE)
         q_THD = rope_write(
             qkv_TE,
             batch.positions_T,
@@ -68,14 +82,36 @@ class Attention(torch.nn.Module):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            q_norm_D=self.q_norm,
-            k_norm_D=self.k_norm,
+            q_norm_D=None if self.whole_norm else self.q_norm,
+            k_norm_D=None if self.whole_norm else self.k_norm,
             eps=self.eps,
         )
         # allocated here: a piecewise graph breaks at the call, and its next segment reads this memory
         out_THD = torch.empty_like(q_THD)
         batch.attend(lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window))
-        return residual_linear(out_THD.view(-1, self.query_size), self.o_weight, self.o_bias)
+        return self.project(out_THD.view(-1, self.query_size), self.o_weight, self.o_bias)
+
+    def _normed(self, qkv_TE: Tensor) -> Tensor:
+        """Queries and keys normed over all of their heads."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        q, k, v = qkv_TE.split(self.qkv_sizes, 1)
+        return torch.cat((rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps), v), 1)
+
+    def turn_halves(self, num_turning: int) -> None:
+        """Reorder the first dimensions of each query and key head, whose neighbours turn together, for halves to do so.
+
+        Scores are the same in any order. Raises ConfigError for quantised weights.
+        """
+        if isinstance(self.qkv_weight, QuantisedWeight):
+            raise ConfigError("rows of a quantised q, k and v cannot be reordered, as this model's rotation needs")
+        head = torch.arange(self.head_dim)
+        head[:num_turning] = head[:num_turning].view(-1, 2).t().flatten()
+        starts = torch.arange(self.num_heads + self.num_kv_heads)[:, None] * self.head_dim
+        rows = torch.cat(((starts + head).flatten(), torch.arange(starts.numel() * self.head_dim, sum(self.qkv_sizes))))
+        for fused in (self.qkv_weight, self.qkv_bias):
+            if fused is not None:
+                fused.data.copy_(fused.data[rows.to(fused.device)])
 
     def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the part of a fused weight that it fills."""
@@ -87,13 +123,15 @@ class Attention(torch.nn.Module):
             found |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
         for kind, fused in (("weight", self.qkv_weight), ("bias", self.qkv_bias)):
             if fused is not None:
-                parts = split_rows(fused, self.qkv_sizes)
-                found |= {f"{prefix}.{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)}
+                parts = split_rows(fused, tuple(self.qkv_parts.values()))
+                found |= {
+                    f"{prefix}.{name}_proj.{kind}": part for name, part in zip(self.qkv_parts, parts, strict=True)
+                }
         return found
 
 
 class GatedMLP(torch.nn.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`."""
 
     def __init__(self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -107,15 +145,18 @@ class GatedMLP(torch.nn.Module):
 
         hidden, inner = config.hidden_size, config.intermediate_size
         self.inner_size = inner
-        self.gate_up_weight = weight({"gate": inner, "up": inner}, hidden)
+        self.activation = config.activation
+        self.project = linear if config.norms.after_mlp else residual_linear
+        self.gate_up_parts = {"gate_up": 2 * inner} if config.fused_gate_up else {"gate": inner, "up": inner}
+        self.gate_up_weight = weight(self.gate_up_parts, hidden)
         self.gate_up_bias = make(2 * inner) if config.mlp_bias else None
         self.down_weight = weight({"down": hidden}, inner)
         self.down_bias = make(hidden) if config.mlp_bias else None
 
     def forward(self, x_TC: Tensor) -> Tensor:
-        """[T, C] -> what `residual_linear` returns."""
-        inner_TI = gated_linear(x_TC, self.gate_up_weight, self.gate_up_bias)
-        return residual_linear(inner_TI, self.down_weight, self.down_bias)
+        """[T, C] -> what `residual_linear` returns, unless a norm follows."""
+        inner_TI = gated_linear(x_TC, self.gate_up_weight, self.gate_up_bias, activation=self.activation)
+        return self.project(inner_TI, self.down_weight, self.down_bias)
 
     def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the part of a fused weight that it fills."""
@@ -125,19 +166,31 @@ class GatedMLP(torch.nn.Module):
             found[f"{prefix}.down_proj.bias"] = self.down_bias
         for kind, fused in (("weight", self.gate_up_weight), ("bias", self.gate_up_bias)):
             if fused is not None:
-                gate, up = split_rows(fused, (self.inner_size, self.inner_size))
-                found |= {f"{prefix}.gate_proj.{kind}": gate, f"{prefix}.up_proj.{kind}": up}
+                parts = split_rows(fused, tuple(self.gate_up_parts.values()))
+                found |= {
+                    f"{prefix}.{name}_proj.{kind}": part for name, part in zip(self.gate_up_parts, parts, strict=True)
+                }
         return found
 
 
+def norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """What a norm's weights are kept in: with an offset added they would lose what the model's type has no bits for."""
+    return torch.float32 if config.norm_offset else dtype
+
+
 class DecoderLayer(torch.nn.Module):
-    """Attention and MLP, each behind an RMSNorm that also adds to the residual stream."""
+    """Attention and MLP, with norms before or after them; those before also add to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.input_norm = parameter(config.hidden_size, device=device, dtype=dtype)
-        self.post_norm = parameter(config.hidden_size, device=device, dtype=dtype)
+        self.norms, self.multiplier = config.norms, config.residual_multiplier
+
+        def norm(name: str | None) -> torch.nn.Parameter | None:
+            return parameter(config.hidden_size, device=device, dtype=norm_dtype(config, dtype)) if name else None
+
+        self.input_norm, self.attended_norm = norm(self.norms.before_attention), norm(self.norms.after_attention)
+        self.post_norm, self.output_norm = norm(self.norms.before_mlp), norm(self.norms.after_mlp)
         self.attention = Attention(config, layer, device=device, dtype=dtype)
         self.mlp = GatedMLP(config, layer, device=device, dtype=dtype)
 
@@ -151,7 +204,7 @@ class DecoderLayer(torch.nn.Module):
         backend: AttentionBackend,
         keep_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take the normed input and the residual stream; give the MLP's output and the stream before it is added.
+        """Take what `enter` gives; give the MLP's output and the residual stream before it is added.
 
         The output is as `residual_linear` returns it: `add_rms_norm` takes it, other code must not. With `keep_R`
         (int64) only those tokens go on after attention, whose keys and values all of them leave.
@@ -159,14 +212,37 @@ class DecoderLayer(torch.nn.Module):
         attended = self.attention(x_TC, kv_2PSGD, cos_sin_LD, batch, backend)
         if keep_R is not None:
             attended, residual_TC = attended.index_select(-2, keep_R), residual_TC.index_select(0, keep_R)
-        x_TC, residual_TC = add_rms_norm(attended, residual_TC, self.post_norm, self.eps)
-        return self.mlp(x_TC), residual_TC
+        x_TC, residual_TC = self._added(self._left(attended, self.attended_norm), residual_TC, self.post_norm)
+        return self._left(self.mlp(x_TC), self.output_norm), residual_TC
+
+    def enter(self, out: Tensor | None, residual_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the output of the layer before, if there is one: the layer's input, and the residual stream."""
+        if out is not None:
+            return self._added(out, residual_TC, self.input_norm)
+        return residual_TC if self.input_norm is None else rms_norm(residual_TC, self.input_norm, self.eps), residual_TC
+
+    def _added(self, out: Tensor, residual_TC: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        if norm is not None:
+            return add_rms_norm(out, residual_TC, norm, self.eps)
+        sum_TC = residual_TC + out
+        return sum_TC, sum_TC
+
+    def _left(self, out: Tensor, norm: Tensor | None) -> Tensor:
+        """An output as it is added to the residual stream."""
+        if norm is not None:
+            out = rms_norm(out, norm, self.eps)
+        return out if self.multiplier == 1 else out * self.multiplier
 
     def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the weight, or part of one, that it fills."""
+        norms = {
+            self.norms.before_attention: self.input_norm,
+            self.norms.after_attention: self.attended_norm,
+            self.norms.before_mlp: self.post_norm,
+            self.norms.after_mlp: self.output_norm,
+        }
         return {
-            f"{prefix}.input_layernorm.weight": self.input_norm,
-            f"{prefix}.post_attention_layernorm.weight": self.post_norm,
+            **{f"{prefix}.{name}.weight": norm for name, norm in norms.items() if norm is not None},
             **self.attention.destinations(f"{prefix}.self_attn"),
             **self.mlp.destinations(f"{prefix}.mlp"),
         }

@@ -140,6 +140,7 @@ def load_model(
         fill_dummy(model, seed=seed)
     else:
         loaded = fill_from_files(model, files, quantisation=config.quantisation, show_progress=show_progress)
+        model.settle()
         if report is not None:
             report(loaded)
     if not keeps_quantised(device):

@@ -7,24 +7,34 @@ import math
 import torch
 from torch import Tensor
 
-from draftloop.models.config import RopeConfig
+from draftloop.errors import ConfigError
+from draftloop.models.rope_config import RopeConfig
+
+DRAFTS_PAST_END = 128
+"""Positions that no sequence reaches, but drafts may."""
 
 
 def cos_sin_table(rope: RopeConfig, *, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
-    """Fp32 [L, D]: cos of every position and frequency in the first half, sin in the second."""
-    inverse_F, attention_factor = inverse_frequencies(rope, head_dim)
+    """Fp32 [L, D]: cos of every position and frequency in the first half, sin in the second.
+
+    Where a share of a head turns, D is the size of that share.
+    """
+    inverse_F, attention_factor = inverse_frequencies(rope, head_dim, max_positions)
     # made on the CPU, so that every device rotates by the same angles
     angles_LF = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_F)
     return (torch.cat((angles_LF.cos(), angles_LF.sin()), dim=1) * attention_factor).to(device)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
     """Fp32 [F] angle per position of each frequency, and the factor for cos and sin.
 
     The order of fp32 operations is that of transformers, so that the angles are equal to the last bit.
     """
     if rope.kind == "proportional":
         return _proportional(rope, head_dim), 1.0
+    if rope.kind == "none":
+        return torch.zeros(head_dim // 2), 1.0
+    head_dim = int(head_dim * rope.share)
     powers_F = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     inverse_F = 1.0 / powers_F
     if rope.kind == "linear":
@@ -33,6 +43,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         return _llama3(rope, inverse_F), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, powers_F), yarn_attention_factor(rope)
+    if rope.kind == "longrope":
+        return _longrope(rope, powers_F, max_positions)
     return inverse_F, 1.0
 
 
@@ -48,6 +60,23 @@ def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
     turning = int(rope.share * head_dim // 2)
     powers_F = rope.theta ** (torch.arange(0, 2 * turning, 2, dtype=torch.int64).float() / head_dim)
     return torch.cat((1.0 / powers_F, torch.zeros(head_dim // 2 - turning))) / rope.factor
+
+
+def _longrope(rope: RopeConfig, powers_F: Tensor, max_positions: int) -> tuple[Tensor, float]:
+    """One set of factors for all sequences, so that keys in the cache stay valid while a sequence grows.
+
+    It is the long one where sequences may get longer than in pretraining; drafts that reach past the end do not count.
+    """
+    original = rope.original_max_position_embeddings
+    factors = rope.long_factors if max_positions > original + DRAFTS_PAST_END else rope.short_factors
+    if len(factors) != powers_F.shape[0]:
+        raise ConfigError(
+            f"longrope has {len(factors)} factors in the model's config; heads have {powers_F.shape[0]} frequencies"
+        )
+    attention_factor = rope.attention_factor
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(rope.factor) / math.log(original)) if rope.factor > 1 else 1.0
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers_F), attention_factor
 
 
 def _llama3(rope: RopeConfig, inverse_F: Tensor) -> Tensor:

@@ -237,10 +237,15 @@ INLINE void mix(const float *weight, const float *v, int64_t stride, int64_t n, 
     UNROLL for (int i = 0; i < width; i++) store(out + i * LANES, sums[i]);
 }
 
+static inline float tanh_of(float x) {
+    const float e = exp_of(-2 * (x < 0 ? -x : x)), size = (1 - e) / (1 + e);
+    return x < 0 ? -size : size;
+}
+
 // One query head of one token against the keys first .. last - 1: softmax block by block, rescaled as the
 // maximum grows. `pages` has the page of every `page_size` keys.
 static void attend(const float *q, const float *keys, const int32_t *pages, int64_t first, int64_t last,
-                   const Cache *cache, int64_t D, float scale, float *out) {
+                   const Cache *cache, int64_t D, float scale, float cap, float *out) {
     const int64_t stride = cache->token_stride, size = cache->page_size;
     float best = -INFINITY, total = 0;
     memset(out, 0, D * sizeof(float));
@@ -253,7 +258,8 @@ static void attend(const float *q, const float *keys, const int32_t *pages, int6
             n = min(end - at, size - at % size);
             for (int64_t j = 0; j < n; j++) {
                 for (int64_t d = 0; d < D; d += 16) __builtin_prefetch(k + cache->side_stride + j * stride + d);
-                const float score = weight[at - start + j] = dot(q, k + j * stride, D) * scale;
+                const float scaled = dot(q, k + j * stride, D) * scale;
+                const float score = weight[at - start + j] = cap > 0 ? cap * tanh_of(scaled / cap) : scaled;
                 top = score > top ? score : top;
             }
         }
@@ -288,7 +294,7 @@ int dl_paged_attention(const float *q_TQD, const int32_t *rows_R, const int32_t 
                        int64_t side_stride, int64_t page_stride, int64_t token_stride, int64_t head_stride,
                        int64_t num_pages, int64_t page_size, int64_t T, int64_t R, int64_t M, int64_t N, int64_t Q,
                        int64_t G, int64_t D, int64_t max_query_len, int causal, int64_t window, float scale,
-                       int threads) {
+                       float cap, int threads) {
     const Cache cache = {kv_base, side_stride, page_stride, token_stride, head_stride, num_pages, page_size};
     int64_t work = 0;
     for (int64_t r = 0; r < R; r++) {
@@ -321,7 +327,8 @@ int dl_paged_attention(const float *q_TQD, const int32_t *rows_R, const int32_t 
                 if (kv_len <= 0 || first >= last)
                     memset(out_TQD + at, 0, D * sizeof(float));
                 else
-                    attend(q_TQD + at, keys, page_table_MN + rows_R[r] * N, first, last, &cache, D, scale, out_TQD + at);
+                    attend(q_TQD + at, keys, page_table_MN + rows_R[r] * N, first, last, &cache, D, scale, cap,
+                           out_TQD + at);
             }
         }
     // padding tokens past the last entry's

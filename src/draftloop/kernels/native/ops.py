@@ -37,7 +37,7 @@ _ARGUMENTS = {
     "dl_norm_concat": [c_void_p] * 5 + [c_int64] * 2 + [c_float],
     "dl_silu_mul": [c_void_p] * 2 + [c_int64] * 2,
     "dl_rope_write": [c_void_p] * 8 + [c_int64] * 12 + [c_float],
-    "dl_paged_attention": [c_void_p] * 7 + [c_int64] * 14 + [c_int, c_int64, c_float, c_int],
+    "dl_paged_attention": [c_void_p] * 7 + [c_int64] * 14 + [c_int, c_int64, c_float, c_float, c_int],
     "dl_row_tokens": [c_void_p] * 13 + [c_int64] * 10,
     "dl_write_draft": [c_void_p] * 7 + [c_int64] * 4 + [c_int, c_int64],
     "dl_accept_block": [c_void_p] * 8 + [c_int64] * 6,
@@ -401,10 +401,11 @@ def paged_attention(
     causal: bool,
     window: int,
     scale: float,
+    soft_cap: float = 0.0,
 ) -> None:
     """`attention.sdpa.paged_attention` for the entries of at most `max_query_len` tokens, and for padding.
 
-    `query_starts_R1` None: every entry has that many. `window` 0 means none.
+    `query_starts_R1` None: every entry has that many. `window` and `soft_cap` 0 mean none.
     """
     num_tokens, num_heads, head_dim = q_TQD.shape
     _, num_pages, page_size, num_kv_heads, _ = kv_2PSGD.shape
@@ -429,6 +430,7 @@ def paged_attention(
         causal,
         window,
         scale,
+        soft_cap,
         get_num_threads(),
     )
     if failed:
