@@ -29,8 +29,8 @@ def near() -> str:
     return tiny_model("asked-near", noise=0.06, words="w")
 
 
-def questions(name: str) -> list[Prompt]:
-    """Six prompts in words of the tiny tokenizer; those of mt_bench are of two categories."""
+def questions(name: str, count: int | None = None) -> list[Prompt]:
+    """Six prompts, or the first of them, in words of the tiny tokenizer; those of mt_bench are of two categories."""
     return [
         Prompt(
             question_id=index,
@@ -38,7 +38,7 @@ def questions(name: str) -> list[Prompt]:
             turns=(" ".join(f"w{token}" for token in ids), "never asked"),
         )
         for index, ids in enumerate(prompts(6, seed=len(name)))
-    ]
+    ][:count]
 
 
 @pytest.fixture(autouse=True)

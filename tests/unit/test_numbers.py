@@ -47,3 +47,12 @@ def test_prompts(name):
 def test_unknown_prompts():
     with pytest.raises(ConfigError, match="did you mean 'gsm8k'"):
         load_prompts("gsm8")
+
+
+def test_some_prompts_are_spread_over_all_categories():
+    some = load_prompts("mt_bench", 16)
+    assert len({prompt.question_id for prompt in some}) == 16
+    assert {prompt.category for prompt in some} == {prompt.category for prompt in load_prompts("mt_bench")}
+    for count in (0, 81):
+        with pytest.raises(ConfigError, match=f"{count} prompts of 'mt_bench' are asked for; it has 80"):
+            load_prompts("mt_bench", count)

@@ -124,7 +124,7 @@ def run_acceptance(
     """
     if config.speculation is None:
         raise ConfigError("there is no acceptance without speculation; name a --drafter and 1 or more --spec-tokens")
-    sets = {name: load_prompts(name)[:num_prompts] for name in prompts}
+    sets = {name: load_prompts(name, num_prompts) for name in prompts}
     llm = LLM.from_config(config)
     try:
         answers = [

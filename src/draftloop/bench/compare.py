@@ -69,7 +69,7 @@ def run_compare(
     if len(set(drafters)) < len(drafters) or not drafters:
         raise ConfigError(f"--drafters is {','.join(drafters) or 'empty'}; name at least one, and each once")
     speculations = {name: speculation_of(name) for name in drafters}  # what is wrong is said before anything is loaded
-    texts = [prompt.turns[0] for prompt in load_prompts(prompts)[:num_prompts]]
+    texts = [prompt.turns[0] for prompt in load_prompts(prompts, num_prompts)]
     contenders: list[Contender] = []
     try:
         for name, speculation in speculations.items():

@@ -183,7 +183,7 @@ def acceptance(
     prompts:
         Sets of prompts: mt_bench, humaneval, gsm8k.
     num_prompts:
-        Prompts of each set; left out, all 80.
+        Prompts of each set, spread over its categories; left out, all 80.
     max_tokens:
         Tokens of each answer, at most.
     temperature:

@@ -22,12 +22,19 @@ class Prompt:
     reference: tuple[str, ...] = ()
 
 
-def load_prompts(name: str) -> list[Prompt]:
-    """All prompts of one set. Raises ConfigError for an unknown name."""
+def load_prompts(name: str, count: int | None = None) -> list[Prompt]:
+    """All prompts of one set, or `count` of them, spread evenly over it and so over its categories.
+
+    Raises ConfigError for an unknown name, and for more prompts than there are.
+    """
     if name not in NAMES:
         raise ConfigError(f"unknown prompt set {name!r}{nearest(name, NAMES)} Known: {', '.join(NAMES)}")
     lines = files(__name__).joinpath(f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [_parse(json.loads(line)) for line in lines]
+    if count is None:
+        count = len(lines)
+    if not 0 < count <= len(lines):
+        raise ConfigError(f"{count} prompts of {name!r} are asked for; it has {len(lines)}")
+    return [_parse(json.loads(lines[index * len(lines) // count])) for index in range(count)]
 
 
 def _parse(row: dict) -> Prompt:
