@@ -10,7 +10,7 @@ from eagle_reference import Reference, hf_model, hf_states
 
 from draftloop.errors import ConfigError, RequestError
 from draftloop.request import SamplingParams
-from heads import head_config, head_weights, tiny_head
+from heads import head_config, head_weights, tiny_head, wide_head
 from helpers import (
     VOCAB,
     answers,
@@ -162,6 +162,30 @@ def test_a_request_says_which_drafters_it_asks_and_in_which_order(whole):
     assert set.union(*(seen[i] for i in range(5, 10))) == {"ngram", "eagle3"}
     parts = llm.get_metrics()["spec_decode_by_drafter"]
     assert all(part["num_drafts"] for part in parts.values())
+
+
+@pytest.mark.gpu
+def test_requests_choose_their_drafters_on_a_gpu():
+    settings = {"device": "cuda", "dtype": "float32", "cudagraph_capture_sizes": (2, 8)}
+    target, asked = tiny_model("wide", hidden=256), prompts(6)
+    head = {"method": "eagle3", "model": wide_head("eagle3")}
+    plain = make_engine(target, cudagraph_mode="NONE", **settings)
+    llm = make_engine(target, speculative_config=cascade(NGRAM, head), cudagraph_mode="FULL_AND_PIECEWISE", **settings)
+    wishes = [["eagle3"], ["eagle3", "ngram"], ["ngram"], None, None, ["eagle3"]]
+    params = [
+        greedy(24, speculative={"num_tokens": 1 + i % K, **({"drafters": wish} if wish else {})})
+        for i, wish in enumerate(wishes)
+    ]
+    outputs = llm.generate(asked, params)
+    assert answers(outputs) == answers(plain.generate(asked, greedy(24)))
+    for i, output in enumerate(outputs):
+        assert output.spec is None or not any(output.spec.acceptance_histogram[2 + i % K :])
+    parts = llm.get_metrics()["spec_decode_by_drafter"]
+    assert parts["eagle3"]["num_drafts"] > 0
+    llm.generate(asked, [greedy(24, speculative={"drafters": ["ngram"]})] * 6)
+    assert llm.get_metrics()["spec_decode_by_drafter"]["eagle3"] == parts["eagle3"]
+    plain.close()
+    llm.close()
 
 
 def test_a_wish_for_a_drafter_of_another_engine_is_refused():

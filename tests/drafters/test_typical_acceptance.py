@@ -63,3 +63,28 @@ def test_the_start_says_that_it_is_lossy(caplog):
         assert not caplog.records
         make_engine(speculative_config=SELF_DRAFT | TYPICAL, enforce_eager=True).close()
     assert "LOSSY" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_graphs_and_eager_say_the_same_on_a_gpu(deterministic):
+    spec = {"method": "draft_model", "model": tiny_model("wide-near", hidden=256, noise=0.06)} | TYPICAL
+    spec["num_speculative_tokens"] = 3
+    asked = prompts(7)
+    params = [SamplingParams(temperature=i % 3 / 2, max_tokens=20, seed=i) for i in range(7)]
+    texts = []
+    for mode in ("NONE", "FULL_AND_PIECEWISE"):
+        llm = make_engine(
+            tiny_model("wide", hidden=256),
+            device="cuda",
+            dtype="float32",
+            speculative_config=spec,
+            cudagraph_mode=mode,
+            cudagraph_capture_sizes=(2, 8),
+            deterministic=deterministic,
+        )
+        texts.append(answers(llm.generate(asked, params)))
+        if deterministic:
+            texts.append([answers(llm.generate(p, one))[0] for p, one in zip(asked, params, strict=True)])
+        llm.close()
+    assert all(text == texts[0] for text in texts)
