@@ -194,7 +194,7 @@ def running(
         assert process.poll() is None, log.read_text()
         server.port = int(re.findall(r"listening at http://127\.0\.0\.1:(\d+)", log.read_text())[0])
         if ready:
-            server.wait_until(server.is_healthy, timeout_s=60)
+            server.wait_until(server.is_healthy, timeout_s=240)
         yield server
         server.stop()
     finally:

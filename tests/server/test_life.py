@@ -225,7 +225,7 @@ def test_a_second_interrupt_ends_the_server_at_once_and_its_engine(scripted):
         for _ in range(2):
             server.process.send_signal(signal.SIGINT)
             time.sleep(0.3)
-        server.process.wait(10)
+        server.process.wait(30)
     server.wait_until(lambda: not _is_alive(engine), timeout_s=5)
 
 

@@ -90,9 +90,26 @@ def test_a_profile_is_a_trace_with_steps_and_phases_in_the_folder(server):
     assert server.post(COMPLETIONS, {**BODY, "temperature": 0})["choices"] == answer["choices"]
 
 
-def test_the_prefix_cache_is_reset(server):
-    status, _, data = server.request("POST", "/reset_prefix_cache")
-    assert (status, json.loads(data)) == (200, {"success": True})
+def test_cached_prefixes_are_counted_kept_apart_by_salt_and_forgotten_when_asked(server):
+    def cached(**fields) -> int:
+        usage = server.post(COMPLETIONS, {**BODY, "prompt": [7, 8] * 20, "temperature": 0, **fields})["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    before = server.metrics()
+    assert cached() == 0
+    found = cached(priority=-1)
+    assert found >= 16
+    assert [cached(cache_salt="other"), cached(cache_salt="other"), cached()] == [0, found, found]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    last = server.stream(COMPLETIONS, {**BODY, "prompt": [7, 8] * 20, "temperature": 0, **options})[-1]
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": found}
+    assert server.post("/reset_prefix_cache", {}) == {"success": True}
+    assert cached() == 0
+    after = server.metrics()
+    growth = {name: value - before[name] for name, value in after.items() if name in before}
+    assert growth["vllm:prompt_tokens_cached_total"] == growth["vllm:prefix_cache_hits_total"] == 4 * found
+    assert growth["vllm:prefix_cache_queries_total"] == growth["vllm:prompt_tokens_total"] == 7 * 40
+    assert growth["vllm:num_preemptions_total"] == 0
 
 
 def test_the_log_is_an_object_on_each_line_and_says_how_requests_ended(server):

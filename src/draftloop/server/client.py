@@ -103,6 +103,7 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)  # what a dead engine has not read must not hold up this process's end
         address = f"ipc://{self._folder}/engine"
         self._socket.bind(address)
         spawn = multiprocessing.get_context("spawn")  # a fork would share the event loop, and CUDA forbids it

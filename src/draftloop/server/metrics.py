@@ -140,6 +140,9 @@ class _EngineCollector(Collector):
             "Steps of speculating requests for which nothing was drafted.",
             c.num_steps_without_drafts,
         )
+        yield self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens that did not have to be computed.", c.cached_prompt_tokens
+        )
         yield self._counter("vllm:num_preemptions", "Requests that lost their row for a while.", c.num_preemptions)
         yield self._counter(
             "vllm:prefix_cache_queries", "Prompt tokens that were looked for in the prefix cache.", c.prompt_tokens
