@@ -79,8 +79,7 @@ class GgufFile:
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read {path} as a GGUF file: {error}; download it again") from error
         self.path = path
-        self.facts = {name: field.contents() for name, field in self.reader.fields.items()}
-        self.architecture = self.facts.get("general.architecture")
+        self.architecture = self.said("general.architecture")
         if self.architecture not in CLASSES:
             raise ConfigError(
                 f"general.architecture is {self.architecture!r} in {path.name}; supported: {', '.join(CLASSES)}"
@@ -91,9 +90,14 @@ class GgufFile:
     def is_gemma(self) -> bool:
         return self.architecture in ("gemma2", "gemma3")
 
+    def said(self, key: str, default: Any = None) -> Any:
+        """What the metadata says under a key."""
+        field = self.reader.fields.get(key)  # vocabularies take seconds: nothing is read that is not asked for
+        return default if field is None else field.contents()
+
     def fact(self, name: str, default: Any = None) -> Any:
         """By its name within the architecture; needed unless there is a default."""
-        found = self.facts.get(f"{self.architecture}.{name}", default)
+        found = self.said(f"{self.architecture}.{name}", default)
         if found is None:
             raise ConfigError(f"{self.path.name} does not say {self.architecture}.{name}; the file is damaged")
         return found
@@ -137,13 +141,12 @@ class GgufFile:
     def config(self) -> dict[str, Any]:
         """What `config.json` says."""
         heads, hidden = int(self.fact("attention.head_count")), int(self.fact("embedding_length"))
-        tokens = self.facts.get("tokenizer.ggml.tokens") or ()
         head_dim = int(self.fact("attention.key_length", self.fact("rope.dimension_count", hidden // heads)))
         kind = CLASSES[str(self.architecture)]
         found: dict[str, Any] = {
             "architectures": [kind],
             "model_type": {"gemma3": "gemma3_text"}.get(str(self.architecture), self.architecture),
-            "vocab_size": int(self.fact("vocab_size", len(tokens))),
+            "vocab_size": self.shapes()["model.embed_tokens.weight"][0],
             "hidden_size": hidden,
             "intermediate_size": int(self.fact("feed_forward_length")),
             "num_hidden_layers": int(self.fact("block_count")),
@@ -182,7 +185,7 @@ class GgufFile:
         if self.architecture == "gemma3":
             found["rope_local_base_freq"] = SHORT_GEMMA_WAVELENGTH
         for key, name in (("attn_logit_softcapping", "attn_logit_softcapping"), ("final_logit_softcapping",) * 2):
-            found[key] = self.facts.get(f"{self.architecture}.{name}")
+            found[key] = self.said(f"{self.architecture}.{name}")
         return {key: value for key, value in found.items() if value is not None or key == "hidden_act"}
 
     def token_ids(self) -> dict[str, Any]:
@@ -190,21 +193,21 @@ class GgufFile:
         names = {"bos_token_id": ("bos",), "eos_token_id": ("eos", "eot"), "pad_token_id": ("padding",)}
         found: dict[str, Any] = {}
         for key, sources in names.items():
-            ids = [self.facts.get(f"tokenizer.ggml.{source}_token_id") for source in sources]
+            ids = [self.said(f"tokenizer.ggml.{source}_token_id") for source in sources]
             known = list(dict.fromkeys(int(i) for i in ids if i is not None))
             if known:
                 found[key] = known[0] if len(known) == 1 else known
         return found
 
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
-        kind = self.facts.get(f"{self.architecture}.rope.scaling.type")
+        kind = self.said(f"{self.architecture}.rope.scaling.type")
         factors = next((t.data for t in self.reader.tensors if t.name == ROPE_FACTORS), None)
         if factors is not None:
             return self._llama3_scaling(np.asarray(factors, np.float32), head_dim)
         if kind in (None, "none"):
             return None
         scaling = {"rope_type": kind, "factor": float(self.fact("rope.scaling.factor"))}
-        if original := self.facts.get(f"{self.architecture}.rope.scaling.original_context_length"):
+        if original := self.said(f"{self.architecture}.rope.scaling.original_context_length"):
             scaling["original_max_position_embeddings"] = int(original)
         return scaling
 
@@ -227,9 +230,12 @@ class GgufFile:
     # ---- tokenizer --------------------------------------------------------------------------
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json. Raises ConfigError for a tokenizer that cannot be made."""
-        if self.facts.get("tokenizer.ggml.pre") == "smollm":
-            _write_smollm_tokenizer(self.facts, folder)
+        """Write tokenizer.json and tokenizer_config.json, if there is one. Raises ConfigError where that fails."""
+        if "tokenizer.ggml.tokens" not in self.reader.fields:
+            return  # prompts must be token ids
+        if self.said("tokenizer.ggml.pre") == "smollm":
+            facts = {key: self.said(key) for key in self.reader.fields if key.startswith("tokenizer.")}
+            _write_smollm_tokenizer({**facts, "context_length": self.fact("context_length")}, folder)
             return
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -239,8 +245,8 @@ class GgufFile:
             tokenizer.save_pretrained(str(folder))
         except Exception as error:  # whatever conversion trips over
             raise ConfigError(
-                f"cannot make a tokenizer of {self.path.name} ({self.facts.get('tokenizer.ggml.model')!r}, "
-                f"{self.facts.get('tokenizer.ggml.pre')!r}): {error}; name one with --tokenizer"
+                f"cannot make a tokenizer of {self.path.name} ({self.said('tokenizer.ggml.model')!r}, "
+                f"{self.said('tokenizer.ggml.pre')!r}): {error}; name one with --tokenizer"
             ) from error
 
 
@@ -249,7 +255,7 @@ def read_tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[str]
     import torch
 
     file = GgufFile(path)
-    return file.shapes(), lambda name: torch.from_numpy(np.ascontiguousarray(file.read(name)))
+    return file.shapes(), lambda name: torch.from_numpy(np.require(file.read(name), requirements=["C", "W"]))
 
 
 def folder_of(path: Path) -> Path:
@@ -359,7 +365,7 @@ def _write_smollm_tokenizer(facts: Mapping[str, Any], folder: Path) -> None:
         "eos_token": token("eos"),
         "unk_token": token("unknown"),
         "pad_token": token("padding"),
-        "model_max_length": facts["llama.context_length"],
+        "model_max_length": facts["context_length"],
         "clean_up_tokenization_spaces": False,
         "chat_template": facts["tokenizer.chat_template"],
     }
