@@ -75,9 +75,7 @@ def children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return request.param
 
 
-@pytest.mark.parametrize(
-    ("name", "method"), [("small", "eagle3"), ("sixteen", "eagle3"), ("one deep branch", "eagle3"), ("small", "eagle")]
-)
+@pytest.mark.parametrize(("name", "method"), [("small", "eagle3"), ("sixteen", "eagle3"), ("small", "eagle")])
 def test_the_tree_is_the_reference_s_after_every_step(name, method, children):
     """Blocks end at any height, on branches that the target never liked; prompts come in chunks. What is drafted next
     must depend on the tokens alone, so both caches must hold what a chain would have left."""
@@ -93,7 +91,7 @@ def test_the_tree_is_the_reference_s_after_every_step(name, method, children):
     tables = hf_model(tiny_model())
     other = Reference(config, head_weights(config), tables.model.embed_tokens.weight, tables.lm_head.weight)
     for i, prompt in enumerate(prompts(3)):
-        core.add(str(i), prompt, greedy(14))
+        core.add(str(i), prompt, greedy(10))
     lengths = set()
 
     def check() -> None:
@@ -111,8 +109,10 @@ def test_the_tree_is_the_reference_s_after_every_step(name, method, children):
     llm.close()
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_DECODE_ONLY"])
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "FULL_DECODE_ONLY") for name in TREES), ("small", "NONE"), ("small", "PIECEWISE")],
+)
 def test_text_is_that_of_the_plain_engine_whichever_branch_is_accepted(monkeypatch, name, mode):
     tree, knowing = shape(TREES[name]), Knowing(monkeypatch)
     llm = knowing.watch(
@@ -123,8 +123,8 @@ def test_text_is_that_of_the_plain_engine_whichever_branch_is_accepted(monkeypat
         knowing.texts[tuple(prompt)] = oracle(prompt, 64)
     for poison in (False, True):
         llm.engine.table.poison = poison
-        outputs = llm.generate(asked, greedy(30))
-        assert answers(outputs) == [oracle(prompt, 30) for prompt in asked]
+        outputs = llm.generate(asked, greedy(24))
+        assert answers(outputs) == [oracle(prompt, 24) for prompt in asked]
         assert_all_free(llm)
     assert llm.get_metrics()["mean_acceptance_length"] > 1 + 0.3 * tree.depth
     llm.close()
@@ -215,8 +215,8 @@ def test_rows_past_the_head_s_own_length_draft_nothing_and_go_on():
 
 def test_acceptance_by_coin_has_the_length_that_was_asked_for():
     llm = engine(speculative_config=spec(SIXTEEN, **forced(3.5)), max_num_batched_tokens=256)
-    llm.generate(prompts(7), greedy(100, ignore_eos=True))
-    assert llm.get_metrics()["mean_acceptance_length"] == pytest.approx(3.5, abs=0.3)
+    llm.generate(prompts(7), greedy(60, ignore_eos=True))
+    assert llm.get_metrics()["mean_acceptance_length"] == pytest.approx(3.5, abs=0.4)
 
 
 # ---- refused --------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_the_reference_holds_on_each_device(device):
     other = Reference(config, head_weights(config), tables.model.embed_tokens.weight, tables.lm_head.weight)
     same = []
     for prompt in prompts(3):
-        core.add("0", prompt, greedy(16))
+        core.add("0", prompt, greedy(12))
         while not core.idle:
             core.step()
             for sequence in core.scheduler.running:
