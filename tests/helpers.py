@@ -325,6 +325,12 @@ def near_draft() -> str:
     return tiny_model("near", noise=0.06)
 
 
+def drafting_spec(num_drafts: int = 3) -> dict[str, Any] | None:
+    """A model that drafts that many, about half of them right; none for 0."""
+    spec = {"method": "draft_model", "model": near_draft(), "num_speculative_tokens": num_drafts}
+    return spec if num_drafts else None
+
+
 def repeat_suffix(request_id: str, token_ids: list[int], k: int) -> list[int]:
     """A script that is sometimes right, often wrong, and sometimes has nothing to say."""
     return [] if len(token_ids) % 5 == 0 else [token_ids[-2] if len(token_ids) > 1 else 0] * (1 + len(token_ids) % k)

@@ -14,6 +14,7 @@ from helpers import (
     answers,
     assert_all_free,
     check_books,
+    drafting_spec,
     engine,
     example_configs,
     example_target,
@@ -23,7 +24,6 @@ from helpers import (
     prompts,
     run_through,
     shrink,
-    tiny_model,
     works_on_host,
 )
 
@@ -36,11 +36,6 @@ CASES = [
 ]
 
 
-def drafting_with(num_drafts: int) -> dict | None:
-    spec = {"method": "draft_model", "model": tiny_model("near", noise=0.06), "num_speculative_tokens": num_drafts}
-    return spec if num_drafts else None
-
-
 def books(llm: LLM):
     return lambda: check_books(llm.engine.core.scheduler, num_rows=llm.engine.resolved.max_num_seqs)
 
@@ -49,7 +44,7 @@ def books(llm: LLM):
 @pytest.mark.parametrize("reset", [False, True], ids=["", "cache_reset"])
 def test_pages_for_two_and_a_half_of_six_requests(num_drafts, reset):
     """B53: rows are lost while steps are in flight, and prefixes are forgotten between them."""
-    llm = make_engine(speculative_config=drafting_with(num_drafts), async_scheduling=True, max_model_len=96)
+    llm = make_engine(speculative_config=drafting_spec(num_drafts), async_scheduling=True, max_model_len=96)
     llm.engine.table.poison = True
     shrink(llm, 13)
     core, asked = llm.engine.core, prompts(6, longest=30)
@@ -70,7 +65,7 @@ def test_pages_for_two_and_a_half_of_six_requests(num_drafts, reset):
 @pytest.mark.parametrize("length", [61, 62, 63])
 def test_resuming_within_a_block_of_the_limit_meets_it_exactly(num_drafts, length):
     """B18"""
-    llm = engine(speculative_config=drafting_with(num_drafts), max_model_len=64, poison=True, async_scheduling=True)
+    llm = engine(speculative_config=drafting_spec(num_drafts), max_model_len=64, poison=True, async_scheduling=True)
     core, asked = llm.engine.core, prompts(3, longest=40)
     sequences = [core.add(str(i), prompt, greedy(None)) for i, prompt in enumerate(asked)]
 
@@ -86,7 +81,7 @@ def test_resuming_within_a_block_of_the_limit_meets_it_exactly(num_drafts, lengt
 
 def test_prompts_at_the_limit():
     """B18"""
-    llm = engine(speculative_config=drafting_with(3), max_model_len=64)
+    llm = engine(speculative_config=drafting_spec(3), max_model_len=64)
     (answer,) = answers(llm.generate([5] * 63, greedy(None)))
     assert len(answer) == 1
     with pytest.raises(RequestError, match="64 tokens; with max_model_len 64"):
@@ -144,7 +139,7 @@ def test_seeds_survive(method):
 def test_a_row_is_taken_while_the_device_repeats():
     """Nothing that the loop still makes of it counts."""
     llm = engine(
-        speculative_config=drafting_with(3),
+        speculative_config=drafting_spec(3),
         cudagraph_mode="FULL",
         device_loop=50,
         async_scheduling=True,
@@ -162,7 +157,7 @@ def test_a_row_is_taken_while_the_device_repeats():
 
 def test_a_loop_makes_no_more_steps_than_it_has_pages_for():
     llm = make_engine(
-        speculative_config=drafting_with(3), cudagraph_mode="FULL", device_loop=64, max_num_seqs=2, max_prefill_rows=2
+        speculative_config=drafting_spec(3), cudagraph_mode="FULL", device_loop=64, max_num_seqs=2, max_prefill_rows=2
     )
     llm.engine.table.poison = True
     shrink(llm, 12)
@@ -177,7 +172,7 @@ def test_a_loop_makes_no_more_steps_than_it_has_pages_for():
 
 
 def test_logprobs_come_once_and_are_the_same():
-    llm = engine(speculative_config=drafting_with(3), max_num_batched_tokens=16)
+    llm = engine(speculative_config=drafting_spec(3), max_num_batched_tokens=16)
     core, asked = llm.engine.core, prompts(3, longest=40)
     params = greedy(20, logprobs=2, prompt_logprobs=1)
     expected = llm.generate(asked, params)
@@ -220,7 +215,7 @@ def test_states_that_are_observed_come_once(tmp_path):
 def test_aborts_at_any_moment_free_everything(depth):
     """Queued, in a prompt, decoding, preempted, in a device loop, and twice."""
     llm = engine(
-        speculative_config=drafting_with(3),
+        speculative_config=drafting_spec(3),
         cudagraph_mode="FULL",
         device_loop=8,
         async_scheduling=depth,

@@ -170,6 +170,9 @@ class FakeEngine:
     def __init__(self, name: str, log: list) -> None:
         self.name, self.log = name, log
 
+    def reset_prefix_cache(self) -> bool:
+        return True
+
     def generate(self, prompts, params):
         self.log.append((self.name, list(prompts), [p.seed for p in params]))
         return [type("Output", (), {"outputs": [type("Answer", (), {"token_ids": [1, 2]})]}) for _ in prompts]

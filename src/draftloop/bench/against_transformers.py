@@ -60,6 +60,7 @@ def run_against_transformers(config: EngineConfig, *, output_tokens: int, repeat
             return answer[0, tensor.shape[1] :].tolist()
 
         def ours(*, speculation: bool, ids: list[int] = ids) -> list[int]:
+            llm.reset_prefix_cache()  # the other engine reads the prompt every time
             return llm.generate([ids], params, speculation=speculation)[0].outputs[0].token_ids
 
         runs: dict[str, Callable[[], list[int]]] = {

@@ -109,6 +109,7 @@ def take_turns(
             for index, part in enumerate(parts):
                 for place in range(len(contenders)):
                     number = (place + turn + index) % len(contenders)  # nobody always goes first
+                    contenders[number].llm.reset_prefix_cache()  # every turn reads its prompts
                     begin = time.perf_counter()
                     outputs = contenders[number].llm.generate(prompts[part], params[part])
                     seconds[number] += time.perf_counter() - begin

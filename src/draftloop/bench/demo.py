@@ -128,6 +128,7 @@ class Demo:
     def _answer(self, inputs: Sequence, speculation: bool, write: Callable[[str], None] | None) -> Pass:
         done = Pass()
         for item in inputs:
+            self.llm.reset_prefix_cache()  # both passes read the prompt
             start = time.perf_counter()
             last = follow(self.llm.stream(item, self.sampling, speculation=speculation), write)
             done.seconds += time.perf_counter() - start

@@ -102,6 +102,7 @@ class SteadyBatch:
             params = self._mix.params(index, max_tokens=room, vocab_size=vocab_size)
             self.core.add(self.llm._next_id(), prompt, params)
         try:
+            self._check_pages()
             while scheduler.waiting or any(sequence.stage is not Stage.DECODE for sequence in scheduler.running):
                 self._step_towards_full()
             self._check_room(min(s.max_total - s.num_prompt - len(s.output_ids) for s in scheduler.running))
@@ -117,12 +118,23 @@ class SteadyBatch:
         idle = all(sequence.stage is Stage.DECODE for sequence in running)
         self.core.step()
         if idle and num_waiting == len(self.core.scheduler.waiting) > 0:
-            raise CapacityError(
-                f"only {len(running)} of {self.rows} rows of {running[0].max_total} tokens fit; raise --max-num-seqs "
-                "or --gpu-memory-utilization, or measure smaller batches"
-            )
+            raise self._too_many(len(running))
         if any(sequence.stage is Stage.FINISHED for sequence in running):
             self._check_room(0)
+
+    def _check_pages(self) -> None:
+        """Rows that grow until one of them has to be preempted are not a steady batch."""
+        scheduler = self.core.scheduler
+        num_fitting = scheduler.pages.capacity // scheduler.pages_needed(scheduler.waiting[0])
+        if num_fitting < self.rows:
+            raise self._too_many(num_fitting)
+
+    def _too_many(self, num_fitting: int) -> CapacityError:
+        length = (self.core.scheduler.running or self.core.scheduler.waiting)[0].max_total
+        return CapacityError(
+            f"only {num_fitting} of {self.rows} rows of {length} tokens fit; raise --max-num-seqs "
+            "or --gpu-memory-utilization, or measure smaller batches"
+        )
 
     def _check_room(self, room: int) -> None:
         if room < self._needed:

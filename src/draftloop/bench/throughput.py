@@ -64,6 +64,7 @@ def run_throughput(
         for rows_at_once in tqdm(concurrency, desc="Concurrency"):
             serve(llm, ids[:rows_at_once], params, rows_at_once)  # warms up, compiles what start-up did not
             llm.reset_graph_counts()
+            llm.reset_prefix_cache()
             requests, seconds = serve(llm, ids, params, rows_at_once)
             eager = {"eager_runs": sum(llm.get_graph_report().eager_runs.values())}
             rows += [{**row, **eager} for row in throughput_rows(requests, seconds, rows_at_once)]

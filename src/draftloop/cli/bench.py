@@ -138,6 +138,40 @@ def throughput(
     )
 
 
+@command(bench, "soak", [*engine_options(), *speculation_options()])
+def soak(
+    values: dict[str, Any],
+    *,
+    minutes: float = 10.0,
+    longest_prompt: int = 1024,
+    longest_answer: int = 512,
+    seed: int = 0,
+    out: Path = Path("docs/numbers"),
+) -> None:
+    """Mixed traffic for minutes: shared beginnings, aborts, full rows. Fails on a stall, or memory that grows.
+
+    Parameters
+    ----------
+    minutes:
+        How long requests come in.
+    longest_prompt:
+        Tokens of the longest prompt.
+    longest_answer:
+        Tokens of the longest answer.
+    seed:
+        Of the traffic.
+    out:
+        Folder or file for the results.
+    """
+    if not 0 < minutes <= 24 * 60:
+        raise ConfigError(f"--minutes is {minutes:g}; it must be above 0, and at most a day, 1440")
+    at_least_one(longest_prompt=longest_prompt, longest_answer=longest_answer)
+    config = config_from(values)
+    from draftloop.bench.soak import run_soak
+
+    run_soak(config, minutes=minutes, longest_prompt=longest_prompt, longest_answer=longest_answer, seed=seed, out=out)
+
+
 @bench.command
 def report(folder: Path = Path("docs/numbers"), /) -> None:
     """Write the page of numbers, h200.md, from the JSON files in a folder.

@@ -1,0 +1,49 @@
+"""`bench soak`: what it finds, and what it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from draftloop.bench.soak import Traffic, growth, run_soak
+from draftloop.config.engine import EngineConfig
+from draftloop.errors import CapacityError, ConfigError
+from helpers import drafting_spec, make_engine, tiny_model
+
+
+def config() -> EngineConfig:
+    return EngineConfig.from_mapping(
+        model=tiny_model(),
+        speculative_config=drafting_spec(),
+        device="cpu",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        kv_cache_memory_bytes=1 << 19,  # so that requests are preempted
+        cudagraph_mode="FULL",
+        device_loop=16,
+    )
+
+
+def test_a_short_soak_answers_everything_and_writes_its_numbers(tmp_path):
+    path = run_soak(config(), minutes=0.08, longest_prompt=60, longest_answer=60, seed=1, out=tmp_path / "soak.json")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["value"] >= 4
+    assert (row["metric"], row["path"], len(row["samples"]) > 2) == ("soak_requests", "loop", True)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="100 prompt tokens and 60 output tokens exceed max_model_len 128"):
+        run_soak(config(), minutes=1, longest_prompt=100, longest_answer=60, seed=0, out=tmp_path)
+
+
+def test_memory_that_grows_and_pages_that_are_lost_are_found():
+    assert growth([(0, 50.0), *((i, 100 + 0.02 * i) for i in range(10, 400, 10))]) == pytest.approx(2.0)
+    assert growth([(0, 50.0), *((i, 100.0) for i in range(10, 400, 10))]) == pytest.approx(0, abs=1e-9)
+    llm = make_engine()
+    llm.engine.core.scheduler.pages.allocate(3)
+    traffic = Traffic(llm, longest_prompt=20, longest_answer=10, seed=0)
+    traffic.fill()
+    with pytest.raises(CapacityError, match="3 pages and 0 rows are held although nothing runs"):
+        traffic.finish()
