@@ -13,6 +13,7 @@ from helpers import (
     VOCAB,
     answers,
     assert_all_free,
+    drafting_spec,
     engine,
     example_configs,
     greedy,
@@ -300,3 +301,18 @@ def test_33_rows_with_three_drafts_run_in_their_largest_graph():
     assert answers(llm.generate(asked, greedy(6))) == [oracle(p, 6) for p in asked]
     used = {row.rows for row in llm.get_graph_report().rows if row.phase == "target.verify" and row.replays}
     assert 33 in used
+
+
+def test_the_start_says_what_memory_is_used_for(caplog):
+    """B55: of the parts together no more is left out than the interpreter's own; all of them are named."""
+    with caplog.at_level("INFO"):
+        llm = make_engine(speculative_config=drafting_spec(), kv_cache_memory_bytes=1 << 26, max_model_len=192)
+    memory = llm.engine.memory
+    assert list(memory.parts) == ["weights", "drafter", "rows", "pages", "buffers", "graphs and workspace"]
+    assert memory.parts["pages"] <= llm.engine.pool.nbytes * 1.2
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memory: ")]
+    assert "pages" in line
+    assert "together" in line
+    memory.budget_bytes = memory.in_use() - (5 << 20)
+    memory.check()
+    assert "more than --gpu-memory-utilization allows" in caplog.text

@@ -51,6 +51,9 @@ class FakeLLM:
         self.warmed: list[bool] = []
         self.counts_are_new = False
 
+    def reset_prefix_cache(self) -> bool:
+        return True
+
     def generate(self, prompt: str, sampling_params: SamplingParams, *, speculation: bool = True) -> None:
         assert not self.streamed, "warm-up comes first"
         self.warmed.append(speculation)

@@ -62,6 +62,7 @@ class Demo:
             self._warm_up()
         self.main = self._answer(inputs, self.speculative, write)
         if self.speculative and compare:
+            self.llm.reset_prefix_cache()  # both passes read the prompts
             self.plain = self._answer(inputs, False, None)
 
     def _warm_up(self) -> None:
@@ -128,7 +129,6 @@ class Demo:
     def _answer(self, inputs: Sequence, speculation: bool, write: Callable[[str], None] | None) -> Pass:
         done = Pass()
         for item in inputs:
-            self.llm.reset_prefix_cache()  # both passes read the prompt
             start = time.perf_counter()
             last = follow(self.llm.stream(item, self.sampling, speculation=speculation), write)
             done.seconds += time.perf_counter() - start

@@ -93,9 +93,7 @@ class Traffic:
             raise CapacityError(f"{held} pages and {len(scheduler.running)} rows are held although nothing runs")
 
 
-def run_soak(
-    config: EngineConfig, *, minutes: float, longest_prompt: int, longest_answer: int, seed: int, out: Path
-) -> Path:
+def run_soak(config: EngineConfig, *, minutes: float, longest_prompt: int, longest_answer: int, out: Path) -> Path:
     """Run, print, write the numbers, return the file.
 
     Raises ConfigError if prompt and answer do not fit the model, CapacityError if memory grows or something is lost.
@@ -108,7 +106,7 @@ def run_soak(
                 f"{longest_prompt} prompt tokens and {longest_answer} output tokens exceed max_model_len {limit}; "
                 "lower --longest-prompt or --longest-answer"
             )
-        traffic = Traffic(llm, longest_prompt=longest_prompt, longest_answer=longest_answer, seed=seed)
+        traffic = Traffic(llm, longest_prompt=longest_prompt, longest_answer=longest_answer, seed=config.seed)
         seconds, longest_step, samples = _run(traffic, minutes * 60)
         row = _row(llm, traffic, seconds, longest_step, samples)
         path = write_numbers(out, [{**engine_facts(llm), **row}])

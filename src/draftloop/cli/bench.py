@@ -145,7 +145,6 @@ def soak(
     minutes: float = 10.0,
     longest_prompt: int = 1024,
     longest_answer: int = 512,
-    seed: int = 0,
     out: Path = Path("docs/numbers"),
 ) -> None:
     """Mixed traffic for minutes: shared beginnings, aborts, full rows. Fails on a stall, or memory that grows.
@@ -158,8 +157,6 @@ def soak(
         Tokens of the longest prompt.
     longest_answer:
         Tokens of the longest answer.
-    seed:
-        Of the traffic.
     out:
         Folder or file for the results.
     """
@@ -169,7 +166,7 @@ def soak(
     config = config_from(values)
     from draftloop.bench.soak import run_soak
 
-    run_soak(config, minutes=minutes, longest_prompt=longest_prompt, longest_answer=longest_answer, seed=seed, out=out)
+    run_soak(config, minutes=minutes, longest_prompt=longest_prompt, longest_answer=longest_answer, out=out)
 
 
 @bench.command

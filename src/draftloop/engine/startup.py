@@ -25,6 +25,7 @@ from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
 from draftloop.engine.iteration import iteration_phases
 from draftloop.engine.logprobs import logprob_phases
+from draftloop.engine.memory import MemoryLedger, make_pool
 from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
 from draftloop.engine.target import outcome_width, target_phases
 from draftloop.engine.worker import Worker
@@ -36,7 +37,7 @@ from draftloop.graphs.table import GraphTable
 from draftloop.graphs.tape import TapeRecorder
 from draftloop.kernels.batch_invariance import batch_invariant
 from draftloop.kvcache.pages import PageAllocator
-from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
+from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import attention_shapes, cache_specs
@@ -58,11 +59,6 @@ from draftloop.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-CPU_CACHE_SHARE = 0.25
-"""Share of the machine's free memory that the cache may take on a CPU."""
-GPU_WORKSPACE_BYTES = 2 * 2**30
-"""Left for activations and graphs when the cache is sized."""
-
 
 @dataclass(kw_only=True)
 class Engine:
@@ -75,6 +71,8 @@ class Engine:
     tokenizer: Any
     model_config: ModelConfig
     resolved: Resolved
+    memory: MemoryLedger
+    """What each part of the start took."""
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     """What the model's generation_config.json says of sampling."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -137,6 +135,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         )
         warn_of_other_target(drafter.folder, source.folder, name=str(spec.model), target_name=config.model)
     rates = _synthetic_rates(config, drafter)
+    ledger = MemoryLedger(device, config.gpu_memory_utilization)
     clock.lap("resolve")
 
     show = progress and config.use_tqdm_on_load
@@ -152,9 +151,11 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         show_progress=None if show else False,
         report=lambda loaded: logger.info("weights: %s", loaded),
     )
+    ledger.lap("weights")
     if drafter:
         drafter.borrow(model)
         drafter.load(progress=show)
+    ledger.lap("drafter")
     clock.lap("weights")
 
     state = RowState.create(
@@ -169,7 +170,9 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     )
     target_specs = cache_specs(model_config, dtype)
     specs = [*target_specs, *(drafter.cache_specs() if drafter else [])]
-    pool = _make_pool(config, resolved, specs, state, device)
+    ledger.lap("rows")
+    pool = make_pool(config, resolved, specs, ledger, pages_per_row=state.page_table_MN.shape[1])
+    ledger.lap("pages")
     target_caches = model.layer_caches(pool.caches[: len(target_specs)])
     processors = load_logits_processors(
         config.logits_processors,
@@ -223,8 +226,10 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         poison_more=lambda: pool.poison(pages.newly_free()),
     )
     loop = make_device_loop(table, iterations, state, resolved.device_loop)
+    ledger.lap("buffers")
     clock.lap("memory")
     _capture(table, show=show)
+    ledger.lap("graphs and workspace")
     clock.lap("capture")
 
     tokenizer = _tokenizer(config, source)
@@ -266,6 +271,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         model_config=model_config,
         resolved=resolved,
         sampling_defaults=sampling_defaults(source),
+        memory=ledger,
         seconds=clock.laps,
     )
     _log(config, engine)
@@ -315,34 +321,6 @@ def _synthetic_rates(config: EngineConfig, drafter: Drafter | None) -> list[floa
     )
 
 
-def _make_pool(
-    config: EngineConfig, resolved: Resolved, specs: list[CacheSpec], state: RowState, device: torch.device
-) -> CachePool:
-    if config.kv_cache_memory_bytes is not None:
-        budget = config.kv_cache_memory_bytes
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - total * (1 - config.gpu_memory_utilization) - GPU_WORKSPACE_BYTES)
-    else:
-        budget = int(_free_memory() * CPU_CACHE_SHARE)
-    pages_per_row = state.page_table_MN.shape[1]
-    num_pages = count_pages(
-        specs,
-        resolved.block_size,
-        budget_bytes=budget,
-        useful_pages=resolved.max_num_seqs * pages_per_row + 1,
-        least_pages=pages_per_row + 1,
-    )
-    return CachePool(specs, num_pages, resolved.block_size, device)
-
-
-def _free_memory() -> int:
-    """Bytes that the machine can still give."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    return sizes["MemAvailable"]
-
-
 def _recorder(device: torch.device) -> Recorder:
     if device.type == "cuda":
         from draftloop.graphs.cuda import CudaRecorder
@@ -385,6 +363,8 @@ def _log(config: EngineConfig, engine: Engine) -> None:
     pool = engine.pool
     tokens = (pool.num_pages - 1) * pool.page_size
     logger.info("cache: %d pages, %d tokens, %.0f MiB", pool.num_pages - 1, tokens, pool.nbytes / 2**20)
+    logger.info("memory: %s", engine.memory.format())
+    engine.memory.check()
     logger.info("drafter: %s", engine.drafter.describe() if engine.drafter else "none")
     if config.speculation and config.speculation.rejection_sample_method == "typical":
         logger.warning(

@@ -1,0 +1,90 @@
+"""What the device's memory is used for, measured as the engine starts, and what is left for pages."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from draftloop.config.engine import EngineConfig
+from draftloop.config.resolve import Resolved
+from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
+from draftloop.observability.log import get_logger
+
+CPU_CACHE_SHARE = 0.25
+"""Share of the machine's free memory that the cache may take on a CPU."""
+GPU_WORKSPACE_BYTES = 2 * 2**30
+"""Left for activations, static buffers and graphs when the cache is sized; what they take is measured afterwards."""
+
+logger = get_logger(__name__)
+
+
+class MemoryLedger:
+    """Bytes that each part of the start took: of the GPU by its driver, else of the process's resident memory."""
+
+    def __init__(self, device: torch.device, gpu_memory_utilization: float) -> None:
+        self.device = device
+        self.parts: dict[str, int] = {}
+        self.budget_bytes: int | None = None
+        """What this engine and all others on the GPU may take together; None on a CPU."""
+        if device.type == "cuda":
+            self.budget_bytes = int(torch.cuda.mem_get_info(device)[1] * gpu_memory_utilization)
+        self.others_bytes = self._last = self.in_use()
+
+    def in_use(self) -> int:
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return total - free
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def lap(self, part: str) -> None:
+        """What is in use more than at the last call belongs to this part."""
+        now = self.in_use()
+        self.parts[part], self._last = now - self._last, now
+
+    def left_for_pages(self) -> int:
+        """Bytes of the budget, but for what graphs and activations will take."""
+        if self.budget_bytes is None:
+            return int(_free_memory() * CPU_CACHE_SHARE)
+        return self.budget_bytes - self.in_use() - GPU_WORKSPACE_BYTES
+
+    def check(self) -> None:
+        """Warn where, with everything made, more is used than was allowed."""
+        over = self.in_use() - (self.budget_bytes or self.in_use())
+        if over > 0:
+            logger.warning(
+                "memory: %.0f MiB more than --gpu-memory-utilization allows are in use; set --kv-cache-memory-bytes "
+                "that much lower, or lower --max-num-seqs or --cudagraph-capture-sizes",
+                over / 2**20,
+            )
+
+    def format(self) -> str:
+        """One line: each part, all together, and the budget."""
+        parts = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in self.parts.items())
+        text = f"{parts}; together {sum(self.parts.values()) / 2**20:.0f} MiB"
+        if self.budget_bytes is not None:
+            text += f" beside {self.others_bytes / 2**20:.0f} MiB of others, of {self.budget_bytes / 2**20:.0f} MiB"
+        return text
+
+
+def make_pool(
+    config: EngineConfig, resolved: Resolved, specs: list[CacheSpec], ledger: MemoryLedger, *, pages_per_row: int
+) -> CachePool:
+    """Pages for what memory is left, or was asked for. Raises CapacityError if not one request fits."""
+    budget = config.kv_cache_memory_bytes
+    num_pages = count_pages(
+        specs,
+        resolved.block_size,
+        budget_bytes=ledger.left_for_pages() if budget is None else budget,
+        useful_pages=resolved.max_num_seqs * pages_per_row + 1,
+        least_pages=pages_per_row + 1,
+    )
+    return CachePool(specs, num_pages, resolved.block_size, ledger.device)
+
+
+def _free_memory() -> int:
+    """Bytes that the machine can still give."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    return sizes["MemAvailable"]

@@ -1,0 +1,140 @@
+"""What the scheduler finds of earlier prompts and answers, and on whose pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftloop.request import SamplingParams
+from draftloop.scheduler.scheduler import Scheduler
+from helpers import make_request, make_scheduler
+from schedules import add, decode, emit, step
+
+
+def cached(**settings) -> Scheduler:
+    return make_scheduler(**{"prefix_caching": True, "max_num_batched_tokens": 128, **settings})
+
+
+def test_a_loop_takes_a_part_of_the_pages_that_are_only_kept():
+    """A cache that has been in use holds no empty page: loops must not be short for ever after."""
+    scheduler = cached(num_pages=129, num_drafts=3, max_model_len=2048, max_num_batched_tokens=2048)
+    (old,) = add(scheduler, make_request("old", 127 * 16, max_tokens=1))
+    step(scheduler)
+    emit(old)
+    scheduler.finish(old)
+    assert scheduler.pages.num_empty < 4
+    (new,) = add(scheduler, make_request("new", 20, max_tokens=1000, cache_salt="other"))
+    step(scheduler)
+    emit(new)
+    plan = scheduler.plan()
+    assert scheduler.reserve(plan, 64) == 64
+    assert scheduler.pages.num_free > 90, "and leaves most of them"
+
+
+def test_an_8_page_prompt_that_comes_again_runs_its_last_token_alone():
+    """B40: not a page is dropped, whatever drafts."""
+    scheduler = cached(max_model_len=256, max_num_batched_tokens=256)
+    a, b = make_request("a", 128), make_request("b", 128)
+    add(scheduler, a)
+    step(scheduler)
+    add(scheduler, b)
+    assert step(scheduler) == ([("b", 127, 1)], ["a"])
+    assert (a.num_cached, b.num_cached) == (0, 127)
+    assert a.pages[:7] == b.pages[:7]
+    assert a.pages[7] != b.pages[7], "its last position is the row's own: a drafter may keep the next token there"
+    scheduler.finish(a)
+    scheduler.finish(b)
+    (c,) = add(scheduler, make_request("c", 128))
+    plan = scheduler.plan()
+    assert c.pages[:8] == plan.chunks[0].sequence.pages[:8]
+    assert c.copied_page is None, "nobody else holds it, so that it need not be copied"
+    scheduler.launched(plan)
+    scheduler.finish(c)
+    assert scheduler.pages.num_free == scheduler.pages.capacity
+
+
+def test_the_page_that_is_copied_is_held_until_then():
+    scheduler = cached()
+    a, b = make_request("a", 40), make_request("b", 40)
+    add(scheduler, a)
+    step(scheduler)
+    add(scheduler, b)
+    plan = scheduler.plan()
+    assert (b.num_prefilled, b.copied_page) == (31, a.pages[1])
+    scheduler.finish(a)
+    assert scheduler.pages.num_holders(b.copied_page) == 1
+    scheduler.launched(plan)
+    assert b.copied_page is None
+    scheduler.abort(b)
+    assert scheduler.pages.num_free == scheduler.pages.capacity
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [({}, 31), ({"cache_salt": "x"}, 0), ({"params": SamplingParams(prompt_logprobs=0)}, 0)],
+    ids=["same", "other_salt", "prompt_logprobs"],
+)
+def test_what_is_found(changed, expected):
+    scheduler = cached()
+    a = make_request("a", 40)
+    add(scheduler, a)
+    step(scheduler)
+    b = make_request("b", 40)
+    for name, value in changed.items():
+        setattr(b, name, value)
+    add(scheduler, b)
+    step(scheduler)
+    assert b.num_cached == expected
+
+
+def test_answers_are_found_too_but_not_where_the_drafter_was_not_fed():
+    for fed, expected in ((True, 95), (False, 31)):
+        scheduler = cached()
+        a = make_request("a", 40, max_tokens=80)
+        add(scheduler, a)
+        step(scheduler)
+        scheduler.launched(scheduler.plan(), fed=fed)
+        decode(scheduler, a, 60)
+        scheduler.finish(a)
+        b = make_request("b", 40)
+        b.prompt_ids = a.token_ids
+        add(scheduler, b)
+        step(scheduler)
+        assert b.num_cached == expected
+
+
+def test_a_reset_while_requests_run_finds_nothing_from_before():
+    scheduler = cached()
+    a = make_request("a", 40, max_tokens=60)
+    add(scheduler, a)
+    step(scheduler)
+    scheduler.reset_prefix_cache()
+    decode(scheduler, a, 40)
+    scheduler.finish(a)
+    assert scheduler.pages.num_registered == 0
+    b = make_request("b", 40)
+    add(scheduler, b)
+    step(scheduler)
+    assert b.num_cached == 0
+    scheduler.finish(b)
+    assert scheduler.pages.num_registered == 2
+
+
+def test_what_a_request_with_bad_logits_computed_is_not_found():
+    scheduler = cached()
+    a = make_request("a", 40)
+    add(scheduler, a)
+    step(scheduler)
+    a.finish_reason = "error"
+    scheduler.finish(a)
+    assert scheduler.pages.num_registered == 0
+
+
+def test_a_preempted_request_finds_what_it_had():
+    scheduler = cached()
+    a = make_request("a", 40, max_tokens=60)
+    add(scheduler, a)
+    step(scheduler)
+    decode(scheduler, a, 30)
+    scheduler.preempt(a)
+    assert step(scheduler) == ([("a", 63, 6)], []), "of 70 tokens 4 pages are there; the last token decodes"
+    assert a.num_cached == 0, "that is told of a request's own prompt only"
