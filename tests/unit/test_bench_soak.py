@@ -30,7 +30,7 @@ def test_a_short_soak_answers_everything_and_writes_its_numbers(tmp_path):
     path = run_soak(config(), minutes=0.08, longest_prompt=60, longest_answer=60, out=tmp_path / "soak.json")
     (row,) = json.loads(path.read_text())["rows"]
     assert row["value"] >= 4
-    assert (row["metric"], row["path"], len(row["samples"]) > 2) == ("soak_requests", "loop", True)
+    assert (row["metric"], row["path"], len(row["samples"]) >= 2) == ("soak_requests", "loop", True)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
