@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from draftloop.kernels.linear_fp8 import Fp8Weight, quantise_fp8
 from draftloop.kernels.linear_int4 import Int4Weight, quantise_int4
 from draftloop.kernels.quantised import QuantisedWeight
 from draftloop.models import loader
+from draftloop.models.decoder import attention_shapes
 from draftloop.models.dense import DenseDecoder, attention_shape
 from draftloop.models.loader import load_config, load_model, resolve_model
+from draftloop.models.quantisation import read_quantisation
 from draftloop.models.weights import named_weights
 from draftloop.request import SamplingParams
+from gemma4 import gemma4_target
 from heads import tiny_head, wide_head
 from helpers import answers, greedy, make_engine, prompts, tiny_model
 from quantized import FORMATS, PLAIN, change, change_config, quantised_copy
@@ -401,6 +405,19 @@ def test_asking_for_another_quantisation_is_refused(tmp_path: Path, asked: str, 
         return
     with pytest.raises(ConfigError, match=words):
         load(folder, quantization=asked)
+
+
+def test_layers_that_stay_plain_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Gemma 4's: online it is refused, and a checkpoint runs as floats and says so."""
+    source = resolve_model(gemma4_target())
+    config = load_config(source, quantization="fp8")
+    backend = SdpaBackend(attention_shapes(config, page_size=16, dtype=torch.float32)[0], CPU)
+    with pytest.raises(ConfigError, match=r"quantization is 'fp8', but layers of Gemma4.* stay plain"):
+        load_model(source, config, backend, device=CPU, dtype=torch.float32)
+    config = replace(config, quantisation=read_quantisation({"quant_method": "fp8"}))
+    with caplog.at_level(logging.WARNING):
+        load_model(source, config, backend, device=CPU, dtype=torch.float32)
+    assert "run as plain ones, though the checkpoint is quantised" in caplog.text
 
 
 def test_asking_for_a_format_of_plain_weights_is_refused() -> None:

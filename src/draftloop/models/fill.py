@@ -140,13 +140,13 @@ class _Staging:
 
     def copy(self, tensor: Tensor, destination: Tensor) -> None:
         """Rounded to the destination's type, on the device."""
-        if self.device.type == "cpu" or not tensor.is_contiguous():
+        if self.device.type == "cpu":
             destination.copy_(tensor)
             return
         if tensor.dtype != destination.dtype or not destination.is_contiguous():
-            destination.copy_(self.move(tensor) if destination.is_contiguous() else tensor)
+            destination.copy_(self.move(tensor))
             return
-        source, target = (part.reshape(-1).view(torch.uint8) for part in (tensor, destination))
+        source, target = (part.contiguous().view(-1).view(torch.uint8) for part in (tensor, destination))
         buffer = self._buffer()
         for start in range(0, source.numel(), STAGE_BYTES):
             piece = source[start : start + STAGE_BYTES]

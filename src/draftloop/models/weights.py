@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
@@ -9,10 +10,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from draftloop.errors import ConfigError
 from draftloop.kernels.linear_fp8 import Fp8Weight
 from draftloop.kernels.linear_int4 import Int4Weight
 from draftloop.kernels.quantised import Part, QuantisedWeight
 from draftloop.models.quantisation import Quantisation, Scheme
+
+logger = logging.getLogger(__name__)
 
 Memory: TypeAlias = torch.nn.Parameter | QuantisedWeight
 Destination: TypeAlias = Tensor | Part
@@ -81,6 +85,17 @@ def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, Memory]]:
             if id(weight) not in seen:
                 seen.add(id(weight))
                 yield f"{prefix}.{name}" if prefix else name, weight
+
+
+def check_kept(module: torch.nn.Module, quantisation: Quantisation, architecture: str) -> None:
+    """Say where a decoder has no quantised layers. Raises ConfigError where that was asked of it."""
+    if any(isinstance(part, QuantisedWeight) for part in module.modules()):
+        return
+    if quantisation.is_online:
+        raise ConfigError(
+            f"quantization is {quantisation.method!r}, but layers of {architecture} stay plain; leave it out"
+        )
+    logger.warning("layers of %s run as plain ones, though the checkpoint is quantised: it saves no time", architecture)
 
 
 def dequantise(module: torch.nn.Module, dtype: torch.dtype) -> None:
