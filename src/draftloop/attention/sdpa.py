@@ -180,8 +180,8 @@ def paged_attention(
     causal: bool,
     window: int,
     scale: float,
-    soft_cap: float,
-    invariant: bool,
+    soft_cap: float = 0.0,
+    invariant: bool = False,
     ancestors_Q: Tensor | None = None,
     num_tree_keys: int = 0,
 ) -> None:

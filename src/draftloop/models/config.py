@@ -101,11 +101,7 @@ class ModelConfig:
     """Of linear layers; None: all weights are plain."""
 
     def __post_init__(self) -> None:
-        if self.architecture not in SUPPORTED:
-            raise ConfigError(
-                f"architecture {self.architecture!r} is not supported{nearest(self.architecture, SUPPORTED)} "
-                f"Supported: {', '.join(SUPPORTED)}"
-            )
+        self._check_architecture()
         sizes = [
             "vocab_size",
             "hidden_size",
@@ -134,6 +130,13 @@ class ModelConfig:
             raise ConfigError(f"sliding_window is {self.sliding_window} in the model's config; it must be >= 1 or null")
         if self.dtype not in DTYPES:
             raise ConfigError(f"the checkpoint's dtype is {self.dtype!r}; supported: {', '.join(DTYPES)}")
+
+    def _check_architecture(self) -> None:
+        if self.architecture not in SUPPORTED:
+            raise ConfigError(
+                f"architecture {self.architecture!r} is not supported{nearest(self.architecture, SUPPORTED)} "
+                f"Supported: {', '.join(SUPPORTED)}"
+            )
 
     def window(self, layer: int) -> int | None:
         """Sliding window of one layer, None where it sees everything."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftloop.errors import ConfigError
-from draftloop.models.config import GEMMA4_ARCHITECTURES, PRESETS, ModelConfig
+from draftloop.models.config import ARCHITECTURES, GEMMA4_ARCHITECTURES, PRESETS, ModelConfig
+from draftloop.models.fallback_config import FallbackConfig, read_fallback_config
 from draftloop.models.gemma4_config import Gemma4Config
 from draftloop.models.quantisation import chosen
 from draftloop.models.resolve import (
@@ -66,8 +67,12 @@ def _own_config(source: ModelSource) -> ModelConfig:
     folder = _folder(source)
     check_folder(folder, weights=False)
     hf = read_json(folder / "config.json")
-    is_gemma4 = any(name in GEMMA4_ARCHITECTURES for name in hf.get("architectures") or [])
-    return Gemma4Config.from_hf(hf) if is_gemma4 else ModelConfig.from_hf(hf)
+    names = hf.get("architectures") or []
+    if any(name in GEMMA4_ARCHITECTURES for name in names):
+        return Gemma4Config.from_hf(hf)
+    if any(name in ARCHITECTURES for name in names):
+        return ModelConfig.from_hf(hf)
+    return read_fallback_config(folder, hf)
 
 
 def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
@@ -130,14 +135,26 @@ def load_model(
     is told how fast files were read. Raises ConfigError for missing, unexpected or misshapen tensors, before any is
     read.
     """
+    if isinstance(config, FallbackConfig):
+        from draftloop.models.fallback import load_fallback
+
+        random = load_format == "dummy"
+        return load_fallback(
+            _folder(source),
+            config,
+            backend,
+            device=device,
+            dtype=dtype,
+            random=random,
+            seed=seed,
+            show_progress=show_progress,
+        )
     from draftloop.models.fill import fill_from_files
-    from draftloop.models.weights import check_kept, dequantise
+    from draftloop.models.weights import dequantise
 
     files = [] if load_format == "dummy" else weight_files(_folder(source), pickled=load_format == "pt")
     max_positions = max_positions or config.max_position_embeddings
     model = _decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions)
-    if config.quantisation is not None:
-        check_kept(model, config.quantisation, config.architecture)
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:

@@ -1,0 +1,86 @@
+"""Models of transformers by their own code, with our attention and cache, against themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_models import CASES, NUM_TOKENS, load, make_reference, run_chunks
+
+from draftloop.errors import ConfigError
+from draftloop.models.fallback import FallbackDecoder
+from draftloop.models.loader import load_config, resolve_model
+
+FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "starcoder2": ("Starcoder2", {"sliding_window": 7}),
+    "cohere": ("Cohere", {"logit_scale": 0.3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}),
+    "nemotron": ("Nemotron", {"head_dim": 16}),
+    "olmo": ("Olmo", {"clip_qkv": 1.0}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _more_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, case in FALLBACKS.items():
+        monkeypatch.setitem(CASES, name, case)
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+@torch.no_grad()
+def test_logits_and_hidden_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = make_reference(name, tmp_path)
+    token_ids = torch.randint(131, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))
+    expected = reference(token_ids[None], output_hidden_states=True, use_cache=False)
+    model = load(tmp_path)
+    assert isinstance(model, FallbackDecoder)
+    for chunks in ([NUM_TOKENS], [17, 5, NUM_TOKENS - 30, *[1] * 8]):
+        logits, aux = run_chunks(model, token_ids, chunks, aux_layers=(2, 0, 1))
+        torch.testing.assert_close(logits, expected.logits[0], atol=1e-4, rtol=0)
+        for layer, state in zip((2, 0, 1), aux, strict=True):
+            torch.testing.assert_close(state, expected.hidden_states[layer][0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.T5Config(architectures=["T5ForConditionalGeneration"]), "it has an encoder"),
+        (transformers.MambaConfig(architectures=["MambaForCausalLM"]), "not keys and values of attention alone"),
+        (transformers.BertConfig(architectures=["BertForMaskedLM"]), "'BertLMHeadModel'"),
+        (transformers.ViTConfig(architectures=["ViTForImageClassification"]), "no causal language model"),
+        (
+            transformers.Starcoder2Config(
+                architectures=["Starcoder2ForCausalLM"],
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            ),
+            "'dynamic', changes while a sequence grows",
+        ),
+    ],
+    ids=["encoder", "state", "masked", "images", "dynamic"],
+)
+def test_models_that_cannot_run_are_refused(config: transformers.PreTrainedConfig, words: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    source = resolve_model(str(tmp_path), load_format="dummy")
+    with pytest.raises(ConfigError, match=words):
+        load_config(source)
+
+
+def test_unknown_architectures_are_refused_with_all_that_are_known(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"], "model_type": "no-such"}))
+    with pytest.raises(ConfigError, match=r"'NoSuchModel'.*LlamaForCausalLM"):
+        load_config(resolve_model(str(tmp_path), load_format="dummy"))
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make_reference("starcoder2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in tensors if name.endswith("q_proj.weight"))
+    del tensors[gone]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=gone):
+        load(tmp_path)
