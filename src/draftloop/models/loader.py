@@ -150,11 +150,13 @@ def load_model(
             show_progress=show_progress,
         )
     from draftloop.models.fill import fill_from_files
-    from draftloop.models.weights import dequantise
+    from draftloop.models.weights import check_kept, dequantise
 
     files = [] if load_format == "dummy" else weight_files(_folder(source), pickled=load_format == "pt")
     max_positions = max_positions or config.max_position_embeddings
     model = _decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions)
+    if config.quantisation is not None:
+        check_kept(model, config.quantisation, config.architecture)
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
