@@ -140,7 +140,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     compared = any("to_greedy" in row for row in rows)
     console.print(iteration_table(rows, spans=not compared), phase_table(rows))
     if compared:
-        console.print(sampling_table(rows))
+        console.print(phase_table(rows, "sampled_phase_ms"), sampling_table(rows))
     for row in rows:
         if "batch" not in row:
             console.print(f"{row['metric']}: {row['value']:.3g}")

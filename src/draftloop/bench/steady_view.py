@@ -33,11 +33,12 @@ def iteration_table(rows: Sequence[Row], *, spans: bool = False) -> Table:
     return table
 
 
-def phase_table(rows: Sequence[Row]) -> Table:
+def phase_table(rows: Sequence[Row], metric: str = "phase_ms") -> Table:
     """One line per batch size and phase: a single run, how many an iteration makes, and their sum."""
-    table = Table("batch", "phase", "ms", "floor", "ratio", "runs", "ms per iteration", title="Phases, one by one")
+    title = "Phases, one by one" + (", sampled" if metric.startswith("sampled") else "")
+    table = Table("batch", "phase", "ms", "floor", "ratio", "runs", "ms per iteration", title=title)
     for batch in _batches(rows):
-        mine = [row for row in rows if row["metric"] == "phase_ms" and row["batch"] == batch]
+        mine = [row for row in rows if row["metric"] == metric and row["batch"] == batch]
         for index, row in enumerate(mine):
             cells = (row["phase"], *_against_floor(row), f"{row['runs']:g}", number(per_iteration(row)))
             table.add_row(str(batch) if index == 0 else "", *cells, end_section=index == len(mine) - 1)
