@@ -45,6 +45,8 @@ def make(name: str, columns: int, size: int, device: torch.device) -> tuple[Any,
     torch.manual_seed(0)
     weight: QuantisedWeight = FORMATS[name](columns, size, device)
     values: Any = weight.quantise(torch.randn(columns, size, device=device) * size**-0.5)
+    if isinstance(values, Fp8Values) and values.block is not None:
+        values = values._replace(scale_PQ=values.scale_PQ * (torch.rand_like(values.scale_PQ) + 0.5))
     if isinstance(values, Int4Values):
         if isinstance(weight, Int4Weight) and weight.zero_GN is not None:
             zero = torch.randint(0, 17, values.scale_NG.shape, device=device)
@@ -234,7 +236,7 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 6, 32, 48, 64])
+@pytest.mark.parametrize("tokens", [1, 6, 33])
 @pytest.mark.parametrize("name", ["fp8 per column", "fp8 per block", "int4 of 128", "int4 of 128, zeros"])
 @pytest.mark.parametrize("shape", SHAPES_8B, ids=str)
 def test_real_shapes(shape: tuple[int, int], name: str, tokens: int) -> None:

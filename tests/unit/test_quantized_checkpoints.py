@@ -196,7 +196,7 @@ def test_a_quantised_target_with_a_drafter(tmp_path: Path, device: str, name: st
     if device == "cpu":  # the same sums, from the same floats
         assert found["NONE"] == found["plain"]
     else:
-        assert found["NONE"][1] == pytest.approx(found["plain"][1], rel=0.1)
+        assert found["NONE"][1] == pytest.approx(found["plain"][1], rel=0.2)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
