@@ -63,7 +63,7 @@ def iterations_to_measure(llm: LLM, output_tokens: int) -> int:
     """As many as make that many tokens if every draft is accepted; with a device loop, whole loops."""
     loop = llm.engine.core.worker.loop
     whole = min(loop.max_iterations, RING_SLOTS) if loop else 1
-    least = max(output_tokens // (1 + llm.engine.core.worker.num_drafts), 4)
+    least = max(output_tokens // (1 + llm.engine.core.worker.tree.depth), 4)
     return -(-least // whole) * whole
 
 
@@ -90,7 +90,7 @@ class SteadyBatch:
         # the device may be ahead of the host when the clock stops
         ahead = RING_SLOTS if self.core.worker.loop else self.core.pipeline_depth
         iterations = WARM_STEPS + num_iterations + ahead + 1 + 2 * PHASE_ROUNDS
-        self._prompt_tokens, self._needed = prompt_tokens, iterations * (1 + self.core.worker.num_drafts)
+        self._prompt_tokens, self._needed = prompt_tokens, iterations * (1 + self.core.worker.tree.depth)
         self._check_room(self.core.scheduler.max_model_len - prompt_tokens)
 
     def __enter__(self) -> SteadyBatch:

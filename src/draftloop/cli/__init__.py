@@ -172,7 +172,10 @@ def check_drafter(
     for name, value in (("num-prompts", num_prompts), ("output-tokens", output_tokens)):
         if value < 1:
             raise ConfigError(f"--{name} is {value}; it must be at least 1")
-    spec: dict[str, Any] = {"num_speculative_tokens": 3, **(speculation_from(values) or {}), "model": drafter}
+    given = speculation_from(values) or {}
+    spec: dict[str, Any] = {**given, "model": drafter}
+    if "speculative_token_tree" not in given:
+        spec.setdefault("num_speculative_tokens", 3)
     EngineConfig.from_mapping(**values)  # what is wrong with the options is said before torch is imported
     from draftloop.bench.check_drafter import method_of, run_check_drafter
 
