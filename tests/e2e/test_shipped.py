@@ -14,7 +14,6 @@ from draftloop.bench.prompts import load_prompts
 from draftloop.drafters.dflash_files import MASK_EMBEDDING
 from draftloop.drafters.made_for import TARGET_KEY
 from draftloop.models.resolve import SHIPPED, read_json, shipped
-from trees import SIXTEEN
 
 MOST_BYTES = 28_000_000
 """Of all together: they are in every clone and every wheel."""
@@ -75,14 +74,14 @@ def test_the_eagle3_head_is_accepted_as_often_as_ever():
 
 @needs(HEAD)
 def test_a_tree_is_accepted_at_least_as_far_as_the_chain_that_it_holds():
-    asked = load_prompts("mt_bench")[::27]
+    asked = load_prompts("mt_bench")[::40]
 
     def length(**drafts) -> float:
         spec = {"method": "eagle3", "model": HEAD, **drafts}
         llm = LLM(TARGET, dtype="float32", device="cpu", max_num_seqs=4, max_model_len=512, speculative_config=spec)
-        found = measure_acceptance(llm, {"mt_bench": asked}, max_tokens=32, temperature=0, show_progress=False)
+        found = measure_acceptance(llm, {"mt_bench": asked}, max_tokens=20, temperature=0, show_progress=False)
         llm.close()
         return 1 + sum(shares_accepted([answer.histogram for answer in found]))
 
-    chain = length(num_speculative_tokens=4)
-    assert length(speculative_token_tree=SIXTEEN) >= chain > 1.3
+    chain = length(num_speculative_tokens=3)
+    assert length(speculative_token_tree="[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]") >= chain > 1.2
