@@ -149,6 +149,8 @@ def load_model(
             seed=seed,
             show_progress=show_progress,
         )
+    import torch
+
     from draftloop.models.fill import fill_from_files
     from draftloop.models.weights import check_kept, dequantise
 
@@ -166,6 +168,8 @@ def load_model(
             report(loaded)
     if not keeps_quantised(device):
         dequantise(model, dtype)
+    elif config.quantisation is not None:
+        torch.cuda.empty_cache()  # what packing took is the cache's now
     return model
 
 
