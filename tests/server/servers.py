@@ -43,7 +43,7 @@ def byte_model() -> str:
 
     from helpers import tiny_model
 
-    folder = Path(tiny_model("bytes", vocab=VOCAB, eos=EOS, max_len=2048))
+    folder = Path(tiny_model("served", vocab=VOCAB, eos=EOS, max_len=2048))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import zmq
+from servers import byte_model
 
 from draftloop.engine.llm import LLM
 from draftloop.request import SamplingParams
@@ -100,6 +101,23 @@ def test_a_request_that_cannot_be_served_is_refused_and_the_others_go_on(pair):
     (refused,) = [message for message in said if isinstance(message, Refused)]
     assert (refused.request_id, "token id 10000" in refused.message) == ("bad", True)
     assert updates_of(said)[-1].ending.finish_reason == "length"
+
+
+def test_a_request_whose_grammar_is_of_no_use_is_refused_and_nobody_waits_any_more():
+    pytest.importorskip("xgrammar")
+    llm = make_engine(byte_model(), enforce_eager=True)
+    with zmq.Context() as context:
+        pair = Pair(llm, context)
+        params = SamplingParams(temperature=0, max_tokens=3, structured_outputs={"regex": "("})
+        for request_id in ("new", "known by now"):
+            pair.send(Add(request_id=request_id, prompt_ids=[1], params=params))
+            said = pair.iterate(100_000)
+            (refused,) = [message for message in said if isinstance(message, Refused)]
+            assert (refused.request_id, "regex cannot be used" in refused.message) == (request_id, True)
+            assert not [message for message in said if isinstance(message, Accepted)]
+            assert said[-1].counters.num_waiting == 0
+        context.destroy(linger=0)
+    llm.close()
 
 
 def test_it_says_when_it_is_ready_and_ends_when_it_is_told(pair):

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from servers import EOS, TEMPLATE, K, byte_model, running
 
 from draftloop.engine.llm import LLM
 from draftloop.request import SamplingParams
-from draftloop.server.protocol import ChatRequest, CompletionRequest
-from refused import OUT_OF_RANGE, leaves
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -304,79 +299,6 @@ def test_loglikelihoods_as_lm_eval_asks_for_them_are_those_of_transformers(serve
             assert math.isclose(likeliest, float(logprobs_TV[at - 1].max()), rel_tol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param", "message"),
-    [
-        (COMPLETIONS, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
-        (COMPLETIONS, {"best_of": 3}, "best_of", "not supported"),
-        (COMPLETIONS, {"temperature": "hot"}, "temperature", "valid number"),
-        (COMPLETIONS, {"temperature": -1}, "temperature", ">= 0"),
-        (COMPLETIONS, {"n": 2, "temperature": 0}, "n", "1 at temperature 0"),
-        (COMPLETIONS, {"n": 100_000}, "n", "holds at most"),
-        (COMPLETIONS, {"logprobs": 21}, "logprobs", "at most 20"),
-        (COMPLETIONS, {"prompt": [1, 257]}, "prompt", "token id 257"),
-        (COMPLETIONS, {"prompt": [1] * 2048}, "prompt", "at most 2047"),
-        (COMPLETIONS, {"prompt": "x" * 100_000}, "prompt", "never fit"),
-        (COMPLETIONS, {"prompt": []}, "prompt", "at least one"),
-        (COMPLETIONS, {"prompt": [[]]}, "prompt", "empty"),
-        (COMPLETIONS, {"prompt": None}, "prompt", "required"),
-        (COMPLETIONS, {"speculative": {"num_token": 2}}, "num_token", "unknown"),
-        (COMPLETIONS, {"speculative": {"num_tokens": -1}}, "speculative", "an integer >= 0"),
-        (COMPLETIONS, {"speculative": {"num_tokens": K + 1}}, "speculative", f"drafts at most {K} tokens"),
-        (COMPLETIONS, {"speculative": {"num_tokens": 2, "enabled": False}}, "speculative", "with speculation"),
-        (CHAT, {"speculative": {"drafters": ["ngram"]}}, "speculative", "this engine's drafters: draft_model"),
-        (COMPLETIONS, {"top_k": 2**40}, "top_k", "at most"),
-        (COMPLETIONS, {"temperature": 1e300}, "temperature", "at most"),
-        (COMPLETIONS, {"prompt": "half \ud800"}, "prompt", "half a character"),
-        (COMPLETIONS, {"prompt": [2**70]}, None, "cannot be passed on"),
-        (COMPLETIONS, {"stop": "\ud800"}, None, "cannot be passed on"),
-        (COMPLETIONS, {"\ud800": 1}, "\ud800", "unknown parameter"),
-        (COMPLETIONS, {"request_id": "a\nb"}, "request_id", "printable"),
-        (COMPLETIONS, {"stop": ["x"] * 33}, "stop", "at most 32"),
-        (COMPLETIONS, {"stop": "x" * 257}, "stop", "at most 256"),
-        (COMPLETIONS, {"bad_words": ["x" * 257]}, "bad_words", "at most 256"),
-        (COMPLETIONS, {"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
-        (CHAT, {"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs", "at most 262144"),
-        (CHAT, {"stream": True, "structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be used"),
-        (COMPLETIONS, {"structured_outputs": {"choice": "x"}}, "structured_outputs", "a list of texts"),
-        (COMPLETIONS, {"structured_outputs": {"json": {"n": 2**70}}}, None, "cannot be passed on"),
-        (CHAT, {"messages": []}, "messages", "at least 1"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url'"),
-        (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
-        (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "may not hold"),
-        (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
-        (CHAT, {"response_format": {"type": "xml"}}, "response_format", "'xml'"),
-        (CHAT, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
-        (CHAT, {"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be used"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_served_is_refused_by_name(server, path, fields, param, message):
-    least = {"prompt": "x"} if path == COMPLETIONS else {"messages": MESSAGES}
-    status, error = server.refusal(path, {**least, **fields})
-    assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
-    assert message in error["message"]
-    server.assert_all_free()
-
-
-def meant_for_http(name: str, value: object) -> bool:
-    """JSON can say it, and it is of a type that would not be taken for another."""
-    if name not in CompletionRequest.model_fields or value is None:
-        return False
-    odd = any(leaf in ("nan", "1", "True", "x") or len(leaf) > 300 for leaf in leaves(value))
-    return not odd or name == "stop"
-
-
-def test_every_parameter_out_of_range_is_refused_with_its_name_value_and_range(server):
-    asked = [case for case in OUT_OF_RANGE if meant_for_http(*case[:2])]
-    assert len(asked) > 35
-    for name, value, limit in asked:
-        status, error = server.refusal(COMPLETIONS, {"prompt": "x", "temperature": 1, name: value})
-        assert (status, error["param"]) == (400, name), (name, value)
-        assert all(leaf in error["message"] for leaf in (name, *leaves(value))), error["message"]
-        assert re.search(f"{limit}|Input should be a", error["message"]), error["message"]
-    server.assert_all_free()
-
-
 @pytest.mark.parametrize("cap", range(K + 1))
 def test_a_request_may_cap_its_drafts_and_the_tokens_are_the_same(server, cap):
     body = {"prompt": "hello", "temperature": 0, "max_tokens": 20, "return_token_ids": True}
@@ -385,13 +307,6 @@ def test_a_request_may_cap_its_drafts_and_the_tokens_are_the_same(server, cap):
     stats = answer["metrics"].get("speculative_decoding", {"acceptance_histogram": [0] * (K + 1)})
     assert not any(stats["acceptance_histogram"][cap + 1 :])
     assert any(stats["acceptance_histogram"][1:]) == (cap > 0)
-
-
-def test_what_is_no_request_at_all_is_refused_in_the_same_shape(server):
-    assert server.refusal(COMPLETIONS, b"{no json")[0] == 400
-    assert server.refusal(COMPLETIONS, b"[" * 100_000)[0] == 400
-    assert server.refusal("/v1/nothing", {})[0] == 404
-    assert server.refusal("/v1/models", {})[0] == 405
 
 
 def test_null_means_not_given_and_bookkeeping_fields_change_nothing(server):
@@ -449,34 +364,3 @@ def test_an_end_token_ends_an_answer_and_is_counted(server):
     choice = answer["choices"][0]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [EOS], "stop")
     assert answer["usage"]["completion_tokens"] == 1
-
-
-# ---- anything at all ------------------------------------------------------------------------
-
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.floats(allow_nan=False),
-    st.sampled_from(["", "x", "\ud800", "\0", "json_object"]),
-    st.lists(st.integers(-2, 300) | st.just(2**70), max_size=3),
-    st.lists(st.sampled_from(["", "ab"]), max_size=2),
-    st.dictionaries(
-        st.sampled_from(["type", "1", "regex", "include_usage", "enabled"]), st.integers(-1, 2), max_size=2
-    ),
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_no_request_is_an_internal_error(server, data):
-    path, model = data.draw(st.sampled_from([(COMPLETIONS, CompletionRequest), (CHAT, ChatRequest)]))
-    fields = data.draw(st.dictionaries(st.sampled_from(sorted(model.model_fields)), VALUES, min_size=1, max_size=3))
-    least = {"prompt": "x", "max_tokens": 1} if path == COMPLETIONS else {"messages": MESSAGES, "max_tokens": 1}
-    body = {**least, **fields}
-    if not isinstance(body["max_tokens"], int) or body["max_tokens"] > 4:
-        body["max_tokens"] = 2
-    status, _, answer = server.request("POST", path, body)
-    assert status in (200, 400, 404), answer
-    if status != 200:
-        assert json.loads(answer)["error"]["message"]

@@ -190,6 +190,7 @@ class EngineServer:
                 else:
                     self._core.abort(request_id)
                     self._send(Refused(request_id=request_id, message=sequence.grammar.error))
+                    self._send_progress([])  # the engine may have nothing else to say for long
 
     def _step(self) -> None:
         changed = self._core.step()

@@ -55,7 +55,7 @@ def test_a_refusal_keeps_the_process(compilers, tokenizer):
 
 
 def test_a_text_that_is_too_long_is_refused_at_once():
-    from server.servers import byte_model
+    from servers import byte_model
 
     llm = engine(byte_model(), enforce_eager=True)
     long = json.dumps({"enum": ["x" * MAX_CHARACTERS]})
@@ -65,7 +65,7 @@ def test_a_text_that_is_too_long_is_refused_at_once():
 
 def test_a_grammar_that_is_slow_to_follow_ends_its_request_alone(monkeypatch):
     """It can be read in so many ways that each token takes longer than the last."""
-    from server.servers import byte_model
+    from servers import byte_model
 
     monkeypatch.setattr(grammar_module, "FOLLOW_S", 0.05)
     monkeypatch.setattr(grammar_module, "FOLLOW_S_PER_TOKEN", 0.0001)
