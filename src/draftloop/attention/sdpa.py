@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport
 from draftloop.errors import ConfigError
+from draftloop.kernels.fp8_cache import FP8, as_bytes
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.opaque import define
 
@@ -104,7 +105,8 @@ def read_pages(kv_2PSGD: Tensor, pages_N: Tensor, num_keys: int) -> tuple[Tensor
         if page_stride == page_size * token_stride:
             offset = kv_2PSGD.storage_offset() + ids[0] * page_stride
             return kv_2PSGD.as_strided(size, stride, offset), kv_2PSGD.as_strided(size, stride, offset + kv_stride)
-    keys, values = (side.index_select(0, pages_N).flatten(0, 1)[:num_keys] for side in kv_2PSGD.unbind(0))
+    sides = as_bytes(kv_2PSGD).unbind(0)
+    keys, values = (side.index_select(0, pages_N).view(kv_2PSGD.dtype).flatten(0, 1)[:num_keys] for side in sides)
     return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
 
 
@@ -128,6 +130,8 @@ def attend_row(
     first_page = max(0, kv_len - reach + 1 - window) // page_size if window else 0
     num_keys = kv_len - first_page * page_size
     keys, values = read_pages(kv_2PSGD, pages_N[first_page : -(-kv_len // page_size)], num_keys)
+    if keys.dtype is not q_QHD.dtype:
+        keys, values = keys.to(q_QHD.dtype), values.to(q_QHD.dtype)
 
     if soft_cap:
         mask = MASKS.get(query_len, num_keys, window, causal, q_QHD, tree) if causal or window else None
@@ -263,10 +267,10 @@ class SdpaBackend(AttentionBackend):
     @classmethod
     def check(cls, shape: AttentionShape, device_type: str) -> None:
         """Raises ConfigError where the cache has another dtype than the model."""
-        if shape.kv_dtype != shape.dtype:
+        if shape.kv_dtype not in (shape.dtype, FP8):
             raise ConfigError(
-                f"attention backend sdpa needs a cache in the model's dtype {shape.dtype}, not {shape.kv_dtype}; "
-                "use kv_cache_dtype auto"
+                f"attention backend sdpa needs a cache in the model's dtype {shape.dtype}, or in {FP8}, not "
+                f"{shape.kv_dtype}; use kv_cache_dtype auto"
             )
 
     def attend(

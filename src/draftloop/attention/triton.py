@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport, unsupported
 from draftloop.errors import ConfigError
+from draftloop.kernels.fp8_cache import FP8
 from draftloop.kernels.paged_attention import PagedTree, paged_attention_triton
 from draftloop.kernels.triton_import import INTERPRETED, triton
 
@@ -52,8 +53,8 @@ class TritonBackend(AttentionBackend):
             raise unsupported(cls.name, "page size", shape.page_size, PAGE_SIZES, instead="sdpa")
         if shape.dtype not in DTYPES:
             raise unsupported(cls.name, "dtype", shape.dtype, DTYPES, instead="sdpa")
-        if shape.kv_dtype != shape.dtype:
-            raise unsupported(cls.name, "cache dtype", shape.kv_dtype, (shape.dtype,), instead="sdpa")
+        if shape.kv_dtype not in (shape.dtype, FP8):
+            raise unsupported(cls.name, "cache dtype", shape.kv_dtype, (shape.dtype, FP8), instead="sdpa")
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide among {shape.num_kv_heads} key/value heads")
 

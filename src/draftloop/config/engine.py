@@ -53,6 +53,8 @@ class EngineConfig:
     """Tokens per cache page: 16, 32 or 64."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory to use, in (0, 1]."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
+    """Type of the target's keys and values; auto: the model's own. A drafter's are always of its own type."""
     kv_cache_memory_bytes: int | None = None
     """Bytes for the cache pages, instead of what memory allows."""
     enable_prefix_caching: bool | None = None

@@ -67,6 +67,8 @@ class Target:
     page_size: int
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """Of its caches; those of the drafter are of its own dtype."""
     load_format: LoadFormat
     seed: int
 

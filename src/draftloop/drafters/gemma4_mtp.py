@@ -84,7 +84,7 @@ class Gemma4MtpDrafter(Drafter):
                 scale=self.config.model.attention_scale,
                 page_size=target.page_size,
                 dtype=target.dtype,
-                kv_dtype=target.dtype,
+                kv_dtype=target.kv_dtype,
             )
             self.backend_class.check(shape, target.device.type)
             backends[kind] = self.backend_class(shape, target.device)

@@ -36,6 +36,7 @@ from draftloop.graphs.sizes import Ladders
 from draftloop.graphs.table import GraphTable
 from draftloop.graphs.tape import TapeRecorder
 from draftloop.kernels.batch_invariance import batch_invariant
+from draftloop.kernels.fp8_cache import FP8
 from draftloop.kvcache.pages import PageAllocator
 from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import RowState
@@ -106,7 +107,8 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     num_drafts = drafter_type.count_drafts(spec) if drafter_type and spec else 0
     overhang = drafter_type.overhang(spec) if drafter_type and spec else 1
     max_positions = resolved.max_model_len + overhang
-    shapes = attention_shapes(model_config, page_size=resolved.block_size, dtype=dtype)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
+    shapes = attention_shapes(model_config, page_size=resolved.block_size, dtype=dtype, kv_dtype=kv_dtype)
     backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)
     if config.deterministic:
         _check_deterministic(config, device.type)
@@ -129,6 +131,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
                 page_size=resolved.block_size,
                 device=device,
                 dtype=dtype,
+                kv_dtype=kv_dtype,
                 load_format=config.load_format,
                 seed=config.seed,
             ),
@@ -168,7 +171,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         device=device,
         vocab_size=model_config.vocab_size,
     )
-    target_specs = cache_specs(model_config, dtype)
+    target_specs = cache_specs(model_config, kv_dtype)
     specs = [*target_specs, *(drafter.cache_specs() if drafter else [])]
     ledger.lap("rows")
     pool = make_pool(config, resolved, specs, ledger, pages_per_row=state.page_table_MN.shape[1])

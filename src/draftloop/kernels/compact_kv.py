@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftloop.kernels.fp8_cache import as_bytes
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 _BLOCK = 8192
@@ -143,4 +144,4 @@ def compact_kv(
     too. Paths rise, and `path_RJ[r, j] >= j`. The last of the M rows is the padding row, of which nothing moves.
     """
     run = compact_kv_triton if kv_L2PSGD.is_cuda else compact_kv_torch
-    run(kv_L2PSGD, rows_R, path_RJ, num_emitted_R, num_tokens_M, page_table_MN)
+    run(as_bytes(kv_L2PSGD), rows_R, path_RJ, num_emitted_R, num_tokens_M, page_table_MN)

@@ -153,8 +153,8 @@ def _attend_kernel(
         kv_offset = offset[:, None] + d[None, :]
         # what is masked reads as 0, not as what the page holds: 0 * NaN would be NaN
         kv_live = key_live[:, None] & d_live[None, :]
-        k = tl.load(k_ptr + kv_offset, mask=kv_live, other=0.0)
-        v = tl.load(v_ptr + kv_offset, mask=kv_live, other=0.0)
+        k = tl.load(k_ptr + kv_offset, mask=kv_live, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + kv_offset, mask=kv_live, other=0.0).to(q.dtype)
 
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if SOFT_CAP > 0:

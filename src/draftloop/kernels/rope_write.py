@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftloop.kernels.fp8_cache import FP8, as_bytes, to_cache
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
@@ -52,10 +53,14 @@ def rope_write_torch(
     if rotary_dim < head_dim:
         qk_rotated = torch.cat((qk_rotated, qk[..., rotary_dim:]), -1)
 
-    keys, values = kv_2PSGD.flatten(1, 2)
-    keys.index_copy_(0, slots_T, qk_rotated[:, num_heads:])
-    values.index_copy_(0, slots_T, heads[:, num_rotated:])
+    keys, values = as_bytes(kv_2PSGD).flatten(1, 2)
+    keys.index_copy_(0, slots_T, _cached(qk_rotated[:, num_heads:], kv_2PSGD))
+    values.index_copy_(0, slots_T, _cached(heads[:, num_rotated:], kv_2PSGD))
     return qk_rotated[:, :num_heads]
+
+
+def _cached(x_TGD: Tensor, cache: Tensor) -> Tensor:
+    return x_TGD if x_TGD.dtype is cache.dtype else as_bytes(to_cache(x_TGD, cache.dtype))
 
 
 @jit()
@@ -84,6 +89,7 @@ def _rope_write_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,  # 0: every dimension is rotated
+    FP8: tl.constexpr,  # the cache holds e4m3
     PDL: tl.constexpr,
 ):
     """One token, some heads. A value is a head with nothing to norm and an angle of 0."""
@@ -141,11 +147,20 @@ def _rope_write_kernel(
     to_kv = live & (head >= NUM_HEADS)[:, None]
     tl.store(q_row_ptr + d[None, :], rotated_first, mask=to_q)
     tl.store(q_row_ptr + HALF + d[None, :], rotated_second, mask=to_q)
-    tl.store(kv_row_ptr + d[None, :], rotated_first, mask=to_kv)
-    tl.store(kv_row_ptr + HALF + d[None, :], rotated_second, mask=to_kv)
+    tl.store(kv_row_ptr + d[None, :], _to_cache(rotated_first, kv_ptr, FP8), mask=to_kv)
+    tl.store(kv_row_ptr + HALF + d[None, :], _to_cache(rotated_second, kv_ptr, FP8), mask=to_kv)
     if BLOCK_REST > 0:
         tl.store(q_row_ptr + r[None, :], rest.to(dtype), mask=rest_live & is_query[:, None])
-        tl.store(kv_row_ptr + r[None, :], rest.to(dtype), mask=rest_live & (head >= NUM_HEADS)[:, None])
+        rest = _to_cache(rest.to(dtype), kv_ptr, FP8)
+        tl.store(kv_row_ptr + r[None, :], rest, mask=rest_live & (head >= NUM_HEADS)[:, None])
+
+
+@jit()
+def _to_cache(x, kv_ptr, FP8: tl.constexpr):
+    """What the cache holds of it."""
+    if FP8:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+    return x.to(kv_ptr.dtype.element_ty)
 
 
 @jit()
@@ -205,6 +220,7 @@ def rope_write_triton(
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=next_power_of_2(half),
             BLOCK_REST=next_power_of_2(rest) if rest else 0,
+            FP8=kv_2PSGD.dtype is FP8,
             num_warps=1,
             **pdl_options(qkv_TE.device),
         )
@@ -230,7 +246,7 @@ def rope_write(
     `cos_sin_LD` is fp32 [L, rotary_dim], cosines in the first half; dimensions past rotary_dim pass
     through. Halves are rotated, not neighbours. `q_norm_D` and `k_norm_D`, both or neither, are the
     weights of an RMS norm over each head before the rotation. Padding tokens carry slots of page 0,
-    where writes may collide.
+    where writes may collide. The cache may be of the model's dtype, or of e4m3.
     """
     if native.takes_rope_write(qkv_TE, positions_T, slots_T, cos_sin_LD, kv_2PSGD, q_norm_D, k_norm_D):
         q_TQD = torch.empty(qkv_TE.shape[0], num_heads, head_dim)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftloop.errors import CapacityError
+from draftloop.kernels.fp8_cache import FP8, FP8_NAN, as_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,14 @@ class CachePool:
 
     def copy_page(self, source: int, target: int) -> None:
         """Fill a page with what another one holds, in all caches. Nothing waits for it."""
-        for cache in self.caches:
+        for cache in map(as_bytes, self.caches):
             cache[:, :, target].copy_(cache[:, :, source])
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages that belong to nobody, and the null page, with NaN, so that reading them shows."""
         for cache in self.caches:
-            cache.index_fill_(2, torch.tensor([0, *pages], device=cache.device), float("nan"))
+            nan = FP8_NAN if cache.dtype is FP8 else float("nan")
+            as_bytes(cache).index_fill_(2, torch.tensor([0, *pages], device=cache.device), nan)
 
 
 def count_pages(
