@@ -88,7 +88,7 @@ def _compact_kernel(
     side_ptr = kv_ptr + side * side_stride
     source_slot = source_page * PAGE_SIZE + source % PAGE_SIZE
     target_slot = target_page * PAGE_SIZE + target % PAGE_SIZE
-    kept = tl.load(side_ptr + source_slot[:, None] * SIZE + e[None, :], mask=live, other=0.0)
+    kept = tl.load(side_ptr + source_slot[:, None] * SIZE + e[None, :], mask=live, other=0)
     # a slot may be one thread's source and another's destination
     tl.debug_barrier()
     tl.store(side_ptr + target_slot[:, None] * SIZE + e[None, :], kept, mask=live)
