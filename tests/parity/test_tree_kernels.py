@@ -21,8 +21,8 @@ from draftloop.drafters.tree import LevelTables
 from draftloop.errors import ConfigError
 from draftloop.graphs.tape import TapeRecorder
 from draftloop.kernels.argmax import UNPACK, chunk_maxima
-from draftloop.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from draftloop.kernels.attention_tiles import choose_tiles
+from draftloop.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from draftloop.kernels.paged_attention import PagedTree, paged_attention_triton
 from draftloop.kernels.tree_tokens import tree_tokens_torch, tree_tokens_triton
 from draftloop.kernels.write_children import top_k_torch, write_children_torch, write_children_triton
