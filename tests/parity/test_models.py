@@ -264,3 +264,19 @@ def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
     assert hidden.dtype == torch.bfloat16
     error = (model.logits(hidden).float() - expected).abs().max() / expected.abs().max()
     assert error < 0.05
+
+
+@torch.no_grad()
+def test_the_text_model_within_a_gemma_3_that_sees(tmp_path: Path) -> None:
+    text = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, **GEMMA}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 16, "patch_size": 8}, mm_tokens_per_image=4
+    )
+    torch.manual_seed(0)
+    reference = transformers.Gemma3ForConditionalGeneration(config).eval()
+    reference.save_pretrained(tmp_path)
+    token_ids = torch.arange(NUM_TOKENS)
+    logits, _ = run_chunks(load(tmp_path), token_ids, [NUM_TOKENS])
+    torch.testing.assert_close(logits, reference(token_ids[None]).logits[0], atol=1e-4, rtol=0)
