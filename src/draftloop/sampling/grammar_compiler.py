@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from draftloop.request import StructuredOutputsParams
+from draftloop.sampling.json_formats import with_patterns
 
 MAX_CHARACTERS = 1 << 18
 """Of a grammar's text."""
@@ -213,12 +214,12 @@ def main() -> None:
 def _parse(xgrammar: Any, job: dict[str, Any]) -> Any:
     text, whitespace = job["text"], job["any_whitespace"]
     make: dict[str, Callable[[], Any]] = {
-        "json": lambda: xgrammar.Grammar.from_json_schema(text, any_whitespace=whitespace),
+        "json": lambda: xgrammar.Grammar.from_json_schema(with_patterns(text), any_whitespace=whitespace),
         "json_object": lambda: xgrammar.Grammar.from_json_schema(text, any_whitespace=whitespace),
         "regex": lambda: xgrammar.Grammar.from_regex(text),
         "grammar": lambda: xgrammar.Grammar.from_ebnf(text),
         "choice": lambda: xgrammar.Grammar.from_ebnf(text),
-        "structural_tag": lambda: xgrammar.Grammar.from_structural_tag(text),
+        "structural_tag": lambda: xgrammar.Grammar.from_structural_tag(with_patterns(text)),
     }
     return make[job["kind"]]()
 
