@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from draftloop.errors import ConfigError
 from helpers import (
     MODES,
     VOCAB,
@@ -110,3 +111,8 @@ def test_the_start_says_that_the_fallback_is_used(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("WARNING", logger="draftloop"):
         make_engine(model("starcoder2")).close()
     assert "Starcoder2ForCausalLM runs by transformers' own code" in caplog.text
+
+
+def test_results_that_depend_on_the_batch_are_not_promised() -> None:
+    with pytest.raises(ConfigError, match="deterministic is set, but Starcoder2ForCausalLM"):
+        make_engine(model("starcoder2"), deterministic=True)

@@ -42,6 +42,7 @@ from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import attention_shapes, cache_specs
+from draftloop.models.fallback_config import FallbackConfig
 from draftloop.models.loader import (
     ModelSource,
     eos_token_ids,
@@ -111,7 +112,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     shapes = attention_shapes(model_config, page_size=resolved.block_size, dtype=dtype, kv_dtype=kv_dtype)
     backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)
     if config.deterministic:
-        _check_deterministic(config, device.type)
+        _check_deterministic(config, model_config, device.type)
     if spec and spec.tree:
         for layer in range(model_config.num_layers):
             backend_class.check_tree(spec.tree, model_config.window(layer))
@@ -281,8 +282,13 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
     return engine
 
 
-def _check_deterministic(config: EngineConfig, device_type: str) -> None:
+def _check_deterministic(config: EngineConfig, model_config: ModelConfig, device_type: str) -> None:
     """Attention is where backends differ; raises ConfigError for one whose results depend on the batch."""
+    if isinstance(model_config, FallbackConfig):
+        raise ConfigError(
+            f"deterministic is set, but {model_config.architecture} runs by transformers' code, whose results depend "
+            "on the batch; leave it out"
+        )
     spec = config.speculation
     parts = (spec, *(spec.drafters or ())) if spec else ()
     for asked in (config.attention_backend, *(part.attention_backend for part in parts)):

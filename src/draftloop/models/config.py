@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from draftloop.errors import ConfigError, nearest
@@ -152,6 +152,19 @@ class ModelConfig:
     def layer_rope(self, layer: int) -> RopeConfig:
         """How one layer's queries and keys turn."""
         return self.ropes[layer] if self.ropes else self.rope
+
+    def plain(self, *, architecture: str, num_layers: int, qk_norm: bool = False) -> ModelConfig:
+        """A model of the same sizes without what sets this one apart from Llama, as drafters are made."""
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        others = ("max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_ids", "dtype")
+        known = self.rope.kind in ("default", "linear", "llama3", "yarn")
+        return ModelConfig(
+            architecture=architecture,
+            num_layers=num_layers,
+            qk_norm=qk_norm,
+            rope=replace(self.rope, share=1.0) if known else RopeConfig(theta=self.rope.theta),
+            **{name: getattr(self, name) for name in (*sizes, *others)},
+        )
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

@@ -168,7 +168,8 @@ class FallbackDecoder(Decoder):
 
     def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
         (head,) = self._head
-        return capped(head(inputs_embeds=hidden_TC[None], use_cache=False, return_dict=True).logits[0], None, out_TV)
+        logits_1TV = head(inputs_embeds=hidden_TC[None], use_cache=False, return_dict=True).logits
+        return capped(logits_1TV[0].to(hidden_TC.dtype), None, out_TV)  # some models' code makes them fp32
 
     def destinations(self) -> dict[str, Destination]:
         return {name: weight.data for name, weight in self.model.named_parameters()}

@@ -228,18 +228,8 @@ class BlockMethod(Method[BlockOptionsT]):
                 "one that it does not say"
             )
         layers = choose_aux_layers(options.aux_layer_ids, subject)
-        model = replace(
-            target,
-            architecture="Qwen3ForCausalLM",  # what other engines take these layers for
-            num_layers=options.num_layers,
-            tie_word_embeddings=False,
-            qkv_bias=False,
-            o_bias=False,
-            mlp_bias=False,
-            qk_norm=True,
-            sliding_window=None,
-            layer_types=(),
-        )
+        # Qwen3: what other engines take these layers for
+        model = target.plain(architecture="Qwen3ForCausalLM", num_layers=options.num_layers, qk_norm=True)
         self._aux_layers = layers
         self._mask_C: Tensor | None = None
         self.drafter = DFlashConfig(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,18 +183,7 @@ class Eagle3Method(Method[Eagle3Options]):
         check_draft_vocab_size(size, subject)
         layers = choose_aux_layers(options.aux_layer_ids, subject)
         self._aux_layers = layers
-        model = replace(
-            target,
-            architecture="LlamaForCausalLM",
-            num_layers=1,
-            tie_word_embeddings=False,
-            qkv_bias=False,
-            o_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            sliding_window=None,
-            layer_types=(),
-        )
+        model = target.plain(architecture="LlamaForCausalLM", num_layers=1)
         reduced = size is not None
         self.head = EagleConfig(
             method="eagle3",
