@@ -87,7 +87,7 @@ def chosen(own: Quantisation | None, asked: str | None) -> Quantisation | None:
 
     Raises ConfigError where the checkpoint's is another one than asked.
     """
-    if asked is None or (own is not None and own.method == asked):
+    if asked is None or (own is not None and asked == own.method):
         return own
     if own is not None:
         raise ConfigError(
@@ -108,11 +108,11 @@ def read_quantisation(settings: Mapping[str, Any] | None) -> Quantisation | None
     """
     if not settings or _is_8_bit_storage(settings):
         return None
-    method = settings.get("quant_method")
+    name = settings.get("quant_method")
     readers = {"fp8": _fp8, "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
-    if method not in readers:
-        raise unsupported(settings, f"this method is not among them{nearest(str(method), METHODS)}")
-    return readers[method](settings)
+    if name not in readers:
+        raise unsupported(settings, f"this method is not among them{nearest(str(name), METHODS)}")
+    return readers[name](settings)
 
 
 def unsupported(settings: Mapping[str, Any], why: str) -> ConfigError:
