@@ -19,6 +19,11 @@ def to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype is FP8 else x.to(dtype)
 
 
+def stored(x: Tensor, cache: Tensor) -> Tensor:
+    """What is written to `as_bytes(cache)` for x."""
+    return x if x.dtype is cache.dtype else as_bytes(to_cache(x, cache.dtype))
+
+
 def as_bytes(cache: Tensor) -> Tensor:
     """The same memory, so that it can be indexed; other dtypes than 8-bit floats as they are."""
     return cache.view(torch.uint8) if cache.dtype is FP8 else cache

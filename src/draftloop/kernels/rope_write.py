@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftloop.kernels.fp8_cache import FP8, as_bytes, to_cache
+from draftloop.kernels.fp8_cache import FP8, as_bytes, stored
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
@@ -54,13 +54,9 @@ def rope_write_torch(
         qk_rotated = torch.cat((qk_rotated, qk[..., rotary_dim:]), -1)
 
     keys, values = as_bytes(kv_2PSGD).flatten(1, 2)
-    keys.index_copy_(0, slots_T, _cached(qk_rotated[:, num_heads:], kv_2PSGD))
-    values.index_copy_(0, slots_T, _cached(heads[:, num_rotated:], kv_2PSGD))
+    keys.index_copy_(0, slots_T, stored(qk_rotated[:, num_heads:], kv_2PSGD))
+    values.index_copy_(0, slots_T, stored(heads[:, num_rotated:], kv_2PSGD))
     return qk_rotated[:, :num_heads]
-
-
-def _cached(x_TGD: Tensor, cache: Tensor) -> Tensor:
-    return x_TGD if x_TGD.dtype is cache.dtype else as_bytes(to_cache(x_TGD, cache.dtype))
 
 
 @jit()

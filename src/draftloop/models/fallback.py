@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
 from draftloop.errors import ConfigError
+from draftloop.kernels.fp8_cache import as_bytes, stored
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, capped
 from draftloop.models.fallback_config import FallbackConfig
 from draftloop.models.weights import Destination
@@ -87,8 +88,8 @@ def attend(
     scaling = shape.head_dim**-0.5 if scaling is None else scaling
     q_THD = (q_THD if scaling == shape.scale else q_THD * (scaling / shape.scale)).contiguous()
     kv_2PSGD = current.caches[module.layer_idx]
-    for side, rows in zip(kv_2PSGD.flatten(1, 2).unbind(0), (keys_TGD, values_TGD), strict=True):
-        side.index_copy_(0, batch.slots_T, rows)
+    for side, rows in zip(as_bytes(kv_2PSGD).flatten(1, 2).unbind(0), (keys_TGD, values_TGD), strict=True):
+        side.index_copy_(0, batch.slots_T, stored(rows, kv_2PSGD))
     # allocated here: a piecewise graph breaks at the call, and its next segment reads this memory
     out_THD = torch.empty_like(q_THD)
     batch.attend(lambda: current.backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=sliding_window))
