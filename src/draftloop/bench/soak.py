@@ -72,7 +72,7 @@ class Traffic:
         count = 0
         for sequence, _ in self.core.step():
             count += 1
-            if sequence.finish_reason is not None:
+            if sequence.finish_reason is not None and sequence.request_id in self._open:  # else it was aborted just now
                 if sequence.finish_reason != "length":
                     raise CapacityError(f"a request ended by {sequence.finish_reason!r}: {sequence.error}")
                 self._open.remove(sequence.request_id)
