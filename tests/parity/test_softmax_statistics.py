@@ -155,8 +155,10 @@ def test_statistics_of_a_whole_vocabulary(dtype: torch.dtype) -> None:
         assert torch.equal(made.token_X, wanted.token_X)
         live = parameters.temperature_M.repeat_interleave(6) > 0
         is_other = (logits >= made.threshold_X[:, None]) != (logits >= wanted.threshold_X[:, None])
-        # sums of many small probabilities are rounded; in bf16 tokens come and go by the hundred
-        assert is_other[live].sum(-1).max() <= (0 if dtype is torch.bfloat16 else 3)
+        # sums of many small probabilities are rounded, and tokens that are as likely come and go together
+        scaled = logits.double() / parameters.temperature_M.repeat_interleave(6).clamp(min=1e-6)[:, None]
+        moved = torch.where(is_other, scaled.softmax(-1), 0.0).sum(-1)
+        assert moved[live].max() < 2e-4
         torch.testing.assert_close(made.mass_X[live], wanted.mass_X[live], rtol=1e-4, atol=0)
         for mine, again in zip(made, softmax_statistics_triton(logits, rows, parameters), strict=True):
             assert torch.equal(mine, again), "the same every time"
