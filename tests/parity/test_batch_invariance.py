@@ -8,9 +8,9 @@ import pytest
 import torch
 from attention_cases import Case, backend, make
 
+from draftloop.kernels.attention_tiles import LEAST_FIXED_SPLIT, MAX_FIXED_SPLITS, choose_tiles
 from draftloop.kernels.batch_invariance import batch_invariant, is_wanted
 from draftloop.kernels.linear import MAX_TOKENS, linear_invariant_triton, residual_linear
-from draftloop.kernels.attention_tiles import LEAST_FIXED_SPLIT, MAX_FIXED_SPLITS, choose_tiles
 from draftloop.kernels.rms_norm import add_rms_norm_torch
 
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.errors import ConfigError
-from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels import linear_wide
+from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.linear_wide import Kind, linear_wide_triton
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
