@@ -77,7 +77,11 @@ sampling() { # drafts are drawn, and accepted by chance: what an iteration takes
 }
 
 tests() {
-  "$python" -m pytest -m gpu -n "${WORKERS:-12}" --ignore tests/server --ignore tests/architecture -v --tb=short -rs -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
+  local whole=(tests/train tests/unit/test_bench_latency.py) # these take all of the GPU's memory
+  local options=(-m gpu -v --tb=short -rs -p no:cacheprovider -p no:benchmark)
+  "$python" -m pytest "${options[@]}" -n "${WORKERS:-12}" --ignore tests/server --ignore tests/architecture \
+    "${whole[@]/#/--ignore=}" tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1
+  "$python" -m pytest "${options[@]}" "${whole[@]}" 2>&1 | tee "$out/gpu-tests-whole.txt" || failed=1
 }
 
 case "$part" in
