@@ -79,6 +79,18 @@ def test_held_out_documents_are_greedy_and_come_once():
     assert {len(step.documents) for step in steps} == {3}
 
 
+def test_nothing_is_trained_on_that_begins_like_what_is_measured():
+    said = [[1, 2, 3, 4], [1, 2, 3, 4], *[[index, 9, 9, 9] for index in range(2, 40)]]
+    found = Documents.of([Document(token_ids=ids, num_given=1, temperature=0.0) for ids in said], vocab_size=50)
+    both = set()
+    for seed in range(20):
+        trained, held_out = split(found, 12, seed=seed)
+        assert not {*trained} & {*held_out}
+        assert not ({0, 1} & {*held_out} and {0, 1} & {*trained})
+        both |= {0, 1} & {*held_out}
+    assert both, "one of the twins is held out now and then"
+
+
 def test_too_little_to_train_on_is_an_error():
     with pytest.raises(ConfigError, match="6 tokens fill 1 rows of 16, but a step takes 2; record more"):
         packer([3, 3])

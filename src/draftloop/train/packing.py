@@ -17,6 +17,8 @@ from torch import Tensor
 from draftloop.errors import ConfigError
 from draftloop.train.recording import Documents
 
+OPENING_TOKENS = 64
+"""Documents that agree so far are taken for the same."""
 OPEN_ROWS = 64
 """Rows that are being filled at a time; more waste less of each, and take longer to pack."""
 
@@ -56,6 +58,9 @@ class PackedRows:
 def split(documents: Documents, held_out_tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of the documents to train on, and of those to measure with: greedy ones, if there are enough.
 
+    A target invents some prompts again and again. What begins as a document does that is measured with is not
+    trained on, or learning by heart would look like acceptance.
+
     Raises ConfigError where more is held out than a fifth of what there is.
     """
     total = int(documents.lengths.sum())
@@ -68,7 +73,14 @@ def split(documents: Documents, held_out_tokens: int, seed: int) -> tuple[np.nda
     greedy = documents.temperature[order] == 0
     order = np.concatenate([order[greedy], order[~greedy]])
     count = int(np.searchsorted(np.cumsum(documents.lengths[order]), held_out_tokens)) + 1
-    return np.sort(order[count:]), np.sort(order[:count])
+    measured = {_opening(documents, index) for index in order[:count]}
+    trained = [index for index in order[count:] if _opening(documents, index) not in measured]
+    return np.sort(np.array(trained, dtype=order.dtype)), np.sort(order[:count])
+
+
+def _opening(documents: Documents, index: int) -> bytes:
+    start, end = documents.starts[index : index + 2]
+    return documents.token_ids[start : min(end, start + OPENING_TOKENS)].tobytes()
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
