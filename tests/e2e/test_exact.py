@@ -1,7 +1,7 @@
 """SmolLM2 in fp32 gives transformers' greedy tokens, however it runs.
 
-The suite runs a selection; `pytest tests/e2e/test_exact.py --every-combination` runs all of
-drafter x graph mode x batch size.
+The suite runs a selection, with a quarter of the prompts; `pytest tests/e2e/test_exact.py --every-combination`
+runs all of drafter x graph mode x batch size with all of them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,9 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 SELECTED = {
     ("none", "FULL_AND_PIECEWISE", 16),
-    ("none", "FULL_DECODE_ONLY", 1),
-    ("ngram", "FULL_DECODE_ONLY", 7),
-    ("ngram", "NONE", 16),
-    ("self", "FULL", 16),
-    ("self", "PIECEWISE", 7),
-    ("self", "FULL_AND_PIECEWISE", 7),
+    ("ngram", "FULL_DECODE_ONLY", 1),
+    ("ngram", "NONE", 7),
+    ("self", "FULL", 7),
 }
 
 
@@ -78,7 +75,7 @@ def test_tokens_equal_transformers(engines, monkeypatch, pytestconfig, speculati
     monkeypatch.setenv("DRAFTLOOP_POISON", "1")
     llm = engines(speculation, mode)
     assert llm.engine.table.poison
-    rows = golden() if batch > 1 or pytestconfig.getoption("every_combination") else golden()[::4]
+    rows = golden() if pytestconfig.getoption("every_combination") else golden()[::4]
     assert len(golden()) == 40
     near_ties = []
     for start in range(0, len(rows), batch):

@@ -25,7 +25,7 @@ PROMISED = {
 """Name -> method, K, and mean acceptance length at temperature 0 over all of MT-bench."""
 SLACK = 0.7
 """What a few prompts may fall short of all of them."""
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 
 
 def needs(name: str) -> pytest.MarkDecorator:

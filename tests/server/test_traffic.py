@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from servers import K, byte_model, events, running
 
-SECONDS = float(os.environ.get("TRAFFIC_SECONDS", "15"))
+SECONDS = float(os.environ.get("TRAFFIC_SECONDS", "10"))
 STREAMS = 16
 GOES_AWAY = 0.3
 LIMITS = ["--max-model-len", "512", "--max-num-seqs", "12", "--kv-cache-memory-bytes", str(1 << 23)]

@@ -80,7 +80,7 @@ def fill_from_files(
         staging = _Staging(device)
 
         def put(name: str) -> None:
-            with torch.no_grad():
+            with torch.inference_mode():  # the destinations may have been made in it; threads begin without
                 _put(name, tensors, destinations[name], staging)
 
         with ThreadPoolExecutor(_num_threads(device)) as pool:
