@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from draftloop.models.resolve import resolve_model, shipped
 
-MODEL, HEAD, K = "smollm2-135m", "smollm2-135m-eagle3", 5
+MODEL, HEAD, K = "smollm2-135m", "smollm2-135m-eagle3", 3
 LIMITS = ["--max-model-len", "512", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(1 << 28), "--device", "cpu"]
 MESSAGES = [{"role": "user", "content": "What is the capital of France? One sentence."}]
 GREEDY = {"model": MODEL, "temperature": 0}

@@ -148,7 +148,7 @@ def test_a_shipped_drafter_drafts_for_its_target(arguments, drafter, monkeypatch
     spec = FakeLLM.made[0].config.speculation
     assert spec is not None
     assert (spec.method, spec.model) == (("eagle3", drafter) if drafter else ("ngram", None))
-    assert spec.num_speculative_tokens == (5 if drafter and not arguments else 2 if drafter else 4)
+    assert spec.num_speculative_tokens == (3 if drafter and not arguments else 2 if drafter else 4)
 
 
 def test_run_as_json(capsys):
