@@ -11,7 +11,6 @@ from draftloop.drafters.base import DRAFTERS, Drafter, load_drafters
 from draftloop.drafters.synthetic import SyntheticDrafter
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError, RequestError
-from draftloop.models.resolve import shipped
 from draftloop.request import RequestOutput, SamplingParams
 from helpers import (
     answers,
@@ -220,7 +219,6 @@ def test_what_is_kept_gives_way_to_what_runs():
     assert_all_free(llm)
 
 
-@pytest.mark.skipif("smollm2-135m-eagle3" not in shipped(), reason="the head is not shipped yet")
 def test_the_second_identical_prompt_of_the_shipped_head(record_property):
     """At most a quarter of the tokens run (the time is reported), and acceptance is the same within 2 points."""
     spec = {"method": "eagle3", "model": "smollm2-135m-eagle3", "num_speculative_tokens": 5}

@@ -40,7 +40,7 @@ STAGE_BYTES = 64 << 20
 """Pinned memory of each thread."""
 SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale")
-"""Of 8-bit caches, last part of the name; the cache here has the model's type."""
+"""Of 8-bit caches, last part of the name; not read, since the scale of a cache is 1 here."""
 
 
 @dataclass(frozen=True, kw_only=True)
