@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftloop.errors import ConfigError
-from draftloop.train.prompts import invention, random_prompt, read_prompts
+from draftloop.train.prompts import OPENINGS, invention, random_prompt, read_prompts
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
@@ -94,6 +94,15 @@ def test_a_prompt_is_invented_between_the_users_header_and_the_end_of_the_turn()
     assert found is not None
     assert (found.before, found.after) == ([USER], [END, ASSISTANT])
     assert END in found.stops
+
+
+def test_invented_prompts_begin_in_many_ways():
+    found = invention(make())
+    assert found is not None
+    lines = OPENINGS.read_text().splitlines()
+    assert len(found.openings) == len(set(lines)) >= 300
+    assert all(found.openings)
+    assert not any(line != line.strip() for line in lines), "the next token brings its own space"
 
 
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}hello{% endfor %}"])

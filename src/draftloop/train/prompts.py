@@ -19,15 +19,20 @@ logger = logging.getLogger(__name__)
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 PLACEHOLDER = "\u2603placeholder\u2603"
+OPENINGS = Path(__file__).with_name("openings.txt")
+"""How people begin what they ask. Left alone, a model invents the same few prompts again and again, and a drafter
+learns their answers by heart."""
 MOST_RANDOM = 4
 """Random tokens that a prompt for a target without chat template begins with, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invention:
-    """How a target invents a prompt: it goes on after `before` until one of `stops`; then `after` is added."""
+    """How a target invents a prompt: it goes on after `before`, and one of `openings`, until one of `stops`; then
+    `after` is added."""
 
     before: list[int]
+    openings: list[list[int]]
     stops: tuple[int, ...]
     after: list[int]
 
@@ -45,7 +50,10 @@ def invention(tokenizer: Any) -> Invention | None:
     suffix = tokenizer.encode(after, add_special_tokens=False)
     stops = {suffix[0], *tokenizer.all_special_ids}
     return Invention(
-        before=tokenizer.encode(before, add_special_tokens=False), stops=tuple(sorted(stops)), after=suffix
+        before=tokenizer.encode(before, add_special_tokens=False),
+        openings=[tokenizer.encode(line, add_special_tokens=False) for line in OPENINGS.read_text().splitlines()],
+        stops=tuple(sorted(stops)),
+        after=suffix,
     )
 
 

@@ -28,6 +28,8 @@ INVENTED_TOKENS = 128
 ANSWER_TEMPERATURES = (0.5, 1.0)
 PROMPT_TEMPERATURES = (0.7, 1.0)
 """Invented prompts: warm enough to differ, cool enough to make sense."""
+OPENED_SHARE = 0.8
+"""Share of the invented prompts that begin with a given opening."""
 
 
 def record(options: TrainOptions, recording: Recording, *, rounds: int = ROUNDS) -> None:
@@ -163,17 +165,24 @@ class _Recorder:
         return [random_prompt(rng, bos=self.bos, vocab_size=vocab_size, special=special) for _ in range(count)]
 
     def _invent(self, rng: random.Random, count: int, how: Invention) -> list[list[int]]:
+        room = min(INVENTED_TOKENS, self.longest // 2 - len(how.before) - len(how.after))
+        known = [opening for opening in how.openings if len(opening) < room] or [[]]
+        openings = [rng.choice(known) if rng.random() < OPENED_SHARE else [] for _ in range(count)]
         params = [
             SamplingParams(
                 temperature=rng.uniform(*PROMPT_TEMPERATURES),
-                max_tokens=min(INVENTED_TOKENS, self.longest // 2 - len(how.before) - len(how.after)),
+                max_tokens=room - len(opening),
                 stop_token_ids=how.stops,
                 seed=rng.getrandbits(62),
                 detokenize=False,
             )
-            for _ in range(count)
+            for opening in openings
         ]
-        outputs = self.llm.generate([how.before] * count, params)
-        finished = (output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "stop")
-        said = dict.fromkeys(tuple(answer.token_ids[:-1]) for answer in finished)  # each prompt once
+        outputs = self.llm.generate([how.before + opening for opening in openings], params)
+        answers = [output.outputs[0] for output in outputs]
+        said = dict.fromkeys(  # each prompt once
+            (*opening, *answer.token_ids[:-1])
+            for opening, answer in zip(openings, answers, strict=True)
+            if answer.finish_reason == "stop"
+        )
         return [[*how.before, *ids, *how.after] for ids in said if ids]
