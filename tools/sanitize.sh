@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# compute-sanitizer (memcheck, racecheck) over the parity tests of every kernel, small shapes.
+#   tools/sanitize.sh OUT_FOLDER [SECONDS_FOR_EACH] [FILE...]
+# All files run side by side; one line each at the end, the logs are in the folder.
+set -uo pipefail
+out="${1:?folder for the logs}"
+limit="${2:-300}"
+shift $(($# < 2 ? $# : 2))
+python="${PYTHON:-python3}"
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # else a read past the end of a tensor may still hit the allocator's block
+mkdir -p "$out"
+files=("$@")
+if [ ${#files[@]} = 0 ]; then
+  for file in tests/parity/test_*.py; do
+    case "$file" in # whole models and engines, another library's kernels, and kernels in C
+      */test_models* | */test_flashinfer.py | */test_native*) ;;
+      *) files+=("$file") ;;
+    esac
+  done
+fi
+small="not real_shapes and not vocabular and not whole and not 8b and not model_shapes and not as_large and not text"
+small+=" and not flashinfer and not sdpa and not _torch and not in_a_graph and not replays and not many_tokens"
+
+check() { # tool, file
+  local name
+  name="$1-$(basename "$2" .py)"
+  timeout "$limit" compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 5 \
+    "$python" -m pytest "$2" -m gpu -k "$small" -q -p no:cacheprovider -p no:xdist >"$out/$name.log" 2>&1
+  echo "$? $name: $(grep -E ' (passed|failed)' "$out/$name.log" | tail -n 1); $(grep 'ERROR SUMMARY\|RACECHECK SUMMARY' "$out/$name.log" | tail -n 1)" \
+    >"$out/$name.txt"
+}
+
+for file in "${files[@]}"; do
+  for tool in memcheck racecheck; do
+    check "$tool" "$file" &
+  done
+done
+wait
+cat "$out"/*.txt | tee "$out/summary.log"
+! grep -qv '^0 ' "$out/summary.log"
