@@ -12,7 +12,6 @@ Shape suffixes: R rows, T tokens, M rows of the engine plus one, Q slots of a bl
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, TypedDict
@@ -20,26 +19,20 @@ from typing import ClassVar, TypedDict
 from torch import Tensor
 
 from draftloop.attention.batches import ragged_batch, tail_batch
-from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Rounds, Target
+from draftloop.drafters.base import Rounds, Target
 from draftloop.drafters.block_phases import Pass, block_phases, block_rounds
 from draftloop.drafters.dflash_config import BLOCK_PRESETS, DFlashConfig, Method, check_target, parse
 from draftloop.drafters.dflash_files import read_mask_embedding
 from draftloop.drafters.dflash_model import DFlashModel
 from draftloop.drafters.files import read_shapes
-from draftloop.drafters.fill import fill, fill_dummy
+from draftloop.drafters.head import HeadDrafter
 from draftloop.drafters.locate import locate
 from draftloop.drafters.write import write_block
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Cost, Launch, Phase, Slot, Unit
-from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
-from draftloop.models.decoder import Decoder
-from draftloop.models.dense import attention_shape, cache_spec
 from draftloop.models.resolve import read_json
-
-logger = logging.getLogger(__name__)
 
 
 class VocabularyOptions(TypedDict):
@@ -50,7 +43,7 @@ class VocabularyOptions(TypedDict):
     longest: int | None
 
 
-class BlockDrafter(Drafter):
+class BlockDrafter(HeadDrafter[DFlashConfig]):
     """What DFlash and DSpark share."""
 
     method: ClassVar[Method]
@@ -66,42 +59,34 @@ class BlockDrafter(Drafter):
         }
     )
     samples = True
-    reuses_prefixes = True
 
     model: DFlashModel
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)
-        self.config = self._find()
-        name = str(spec.model)
-        check_target(self.config, name, target.config, target.name)
         if self.num_drafts > self.config.max_drafts:
             raise ConfigError(
-                f"num_speculative_tokens is {self.num_drafts}, but {name!r} fills blocks of {self.config.block_size}, "
-                f"so that it drafts at most {self.config.max_drafts}; ask for {self.config.max_drafts} or fewer"
+                f"num_speculative_tokens is {self.num_drafts}, but {str(spec.model)!r} fills blocks of "
+                f"{self.config.block_size}, so that it drafts at most {self.config.max_drafts}; ask for "
+                f"{self.config.max_drafts} or fewer"
             )
         self._aux_layers = self.config.aux_layers(target.config.num_layers, spec.aux_layer_offset)
-        # beyond what it was trained for it drafts badly; its rows stop drafting, and are verified on
-        self.longest = min(spec.max_model_len or self.config.model.max_position_embeddings, target.max_model_len)
-        backend = resolve_attention_name(spec.attention_backend or "auto", target.device.type)
-        self.backend_class = attention_backend(backend, target.device.type)
 
-    def _find(self) -> DFlashConfig:
-        """The drafter's shape; remembers where its weights are. Reads none; raises ConfigError."""
-        preset, self.folder = locate(self.spec, self.target, BLOCK_PRESETS, method=self.method)
-        self.mask_C, self.names = None, dict[str, str]()
-        if self.folder is None:
-            assert preset is not None
-            return preset
-        self.mask_C = read_mask_embedding(self.folder)
-        config, self.names = parse(
-            read_json(self.folder / "config.json"),
-            read_shapes(self.folder),
-            method=self.method,
-            name=str(self.spec.model),
-            mask_embedding=self.mask_C is not None,
-        )
-        return config
+    def find(self) -> DFlashConfig:
+        name, target = str(self.spec.model), self.target
+        found, self.folder = locate(self.spec, target, BLOCK_PRESETS, method=self.method)
+        self.mask_C = None if self.folder is None else read_mask_embedding(self.folder)
+        if self.folder is not None:
+            found, self.names = parse(
+                read_json(self.folder / "config.json"),
+                read_shapes(self.folder),
+                method=self.method,
+                name=name,
+                mask_embedding=self.mask_C is not None,
+            )
+        assert found is not None
+        check_target(found, name, target.config, target.name)
+        return found
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -112,47 +97,15 @@ class BlockDrafter(Drafter):
         asked = self.spec.aux_layer_offset
         return int(self.config.ids_are_outputs) if asked is None else asked
 
-    def describe(self) -> str:
-        config = self.config
-        parts = [
-            super().describe(),
-            f"{self.spec.model} ({config.layout} layout, blocks of {config.block_size})",
+    def details(self) -> list[str]:
+        return [
+            f"{self.spec.model} ({self.config.layout} layout, blocks of {self.config.block_size})",
             f"reads what enters layers {', '.join(map(str, self._aux_layers))}",
         ]
-        if self.longest < self.target.max_model_len:
-            parts.append(f"rows stop drafting at {self.longest} tokens")
-        return ", ".join(parts)
-
-    # ---- weights ----------------------------------------------------------------------------
-
-    def borrow(self, target: Decoder) -> None:
-        self._embed_tokens, self._lm_head = target.embed_tokens, target.lm_head
-        for table, own in (("embed_tokens", self.config.own_embeddings), ("lm_head", self.config.own_head)):
-            if not own:
-                logger.info("%s has no %s: it uses the target's", self.spec.model, table)
 
     def load(self, *, progress: bool) -> None:
-        target, config = self.target, self.config
-        shape = attention_shape(config.model, page_size=target.page_size, dtype=target.dtype)
-        self.backend_class.check(shape, target.device.type)
-        self.model = DFlashModel(
-            config,
-            self.backend_class(shape, target.device),
-            device=target.device,
-            dtype=target.dtype,
-            max_positions=target.max_positions,
-            embed_tokens=self._embed_tokens,
-            lm_head=self._lm_head,
-        )
-        del self._embed_tokens, self._lm_head
-        if self.folder is None:
-            fill_dummy(self.model, vocab_size=target.vocab_size, seed=target.seed)
-        else:
-            fill(self.model, self.folder, self.names, vocab_size=target.vocab_size, name=str(self.spec.model))
+        self.model = self.make(DFlashModel)
         self.model.settle(self.mask_C)
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return [cache_spec(self.config.model, self.target.dtype)]
 
     # ---- phases -----------------------------------------------------------------------------
 
@@ -167,7 +120,7 @@ class BlockDrafter(Drafter):
         return {
             "vocab_size": known,
             "target_ids_W": self.model.target_ids_W,
-            "longest": self.longest if self.longest < self.target.max_model_len else None,
+            "longest": self.longest,
         }
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:

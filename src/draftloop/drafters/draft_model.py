@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftloop.attention.batches import ragged_batch, tail_batch
-from draftloop.attention.registry import attention_backend, resolve_attention_name
+from draftloop.attention.registry import attention_backend
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
 from draftloop.drafters.files import read_shapes
@@ -64,8 +64,7 @@ class DraftModelDrafter(Drafter):
                 f"draft model {spec.model!r} takes {self.config.max_position_embeddings} tokens, but the engine's "
                 f"max_model_len is {target.max_model_len}; lower --max-model-len to the draft model's length"
             )
-        name = resolve_attention_name(spec.attention_backend or "auto", target.device.type)
-        self.backend_class = attention_backend(name, target.device.type)
+        self.backend_class = attention_backend(spec.attention_backend or "auto", target.device.type)
 
     def _check_kind(self) -> None:
         """A head for another method often calls itself by the name of a whole model."""

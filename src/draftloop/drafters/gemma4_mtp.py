@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftloop.attention.base import AttentionShape
 from draftloop.attention.batches import tail_batch
-from draftloop.attention.registry import attention_backend, resolve_attention_name
+from draftloop.attention.registry import attention_backend
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
 from draftloop.drafters.files import find_checkpoint, open_weights, read_shapes
@@ -57,8 +57,7 @@ class Gemma4MtpDrafter(Drafter):
         self.config, self.names = parse(config, read_shapes(self.folder), name=spec.model)
         self.target_config = check_target(self.config, spec.model, target.config, target.name)
         self.longest = min(spec.max_model_len or target.max_model_len, target.max_model_len)
-        name = resolve_attention_name(spec.attention_backend or "auto", target.device.type)
-        self.backend_class = attention_backend(name, target.device.type)
+        self.backend_class = attention_backend(spec.attention_backend or "auto", target.device.type)
 
     def describe(self) -> str:
         parts = [super().describe(), str(self.spec.model)]

@@ -21,27 +21,20 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.attention.base import AttentionBatch
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.attention.tree import path_slot, tree_batch
-from draftloop.drafters.base import Drafter, Rounds, sampled_name
+from draftloop.drafters.base import Rounds, sampled_name
+from draftloop.drafters.head import HeadConfig, HeadDrafter
 from draftloop.drafters.tree import LevelTables, TreeDrafts
 from draftloop.drafters.write import write_next
 from draftloop.graphs.phase import Cost, GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kernels.rms_norm import Store
-from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
-from draftloop.models.config import ModelConfig
-from draftloop.models.dense import cache_spec
 
 
-class PairConfig(Protocol):
+class PairConfig(HeadConfig, Protocol):
     """The shape of a head."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """Its decoder layers."""
-        ...
 
     @property
     def aux_width(self) -> int:
@@ -107,26 +100,18 @@ ConfigT = TypeVar("ConfigT", bound=PairConfig)
 HeadT = TypeVar("HeadT", bound=PairHead)
 
 
-class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
+class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
     """Everything but which head it is, and where that comes from."""
 
     samples = True
-    reuses_prefixes = True
 
-    config: ConfigT
     head: HeadT
-    longest: int
-    """Tokens from which on a row drafts nothing."""
-    backend_class: type[AttentionBackend]
     hidden_MC: Tensor
     """Per engine row, the hidden state that its next chain step takes; of a tree, several of each row."""
 
     @property
     def sampled(self) -> bool:
         return super().sampled and self.tree.is_chain  # a tree's drafts are the likeliest ones
-
-    def cache_specs(self) -> list[CacheSpec]:
-        return [cache_spec(self.config.model, self.target.dtype)]
 
     # ---- phases -----------------------------------------------------------------------------
 
@@ -143,7 +128,7 @@ class PairDrafter(Drafter, Generic[ConfigT, HeadT]):
         tree = None if self.tree.is_chain else TreeDrafts(self.tree, state, device)
         num_states, width = (state.padding_row + 1) * (tree.num_states if tree else 1), self.config.model.hidden_size
         hidden_MC = self.hidden_MC = torch.zeros(num_states, width, dtype=self.target.dtype, device=device)
-        longest = self.longest if self.longest < self.target.max_model_len else None
+        longest = self.longest
         num_embedded = head.embed_tokens.shape[0]
         num_known = (
             self.target.vocab_size if self.config.has_map else min(head.lm_head.shape[0], self.target.vocab_size)

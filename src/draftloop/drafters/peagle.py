@@ -68,7 +68,6 @@ class PEagleDrafter(Eagle3Drafter):
         fused_MQC = self.fused_MQC = torch.zeros(num_rows, verified, width, dtype=dtype, device=device)
         num_new_M = self.num_new_M = torch.ones(num_rows, dtype=torch.int32, device=device)
         num_embedded, slots = head.embed_tokens.shape[0], num_slots(num_drafts)
-        longest = self.longest if self.longest < self.target.max_model_len else None
         num_known = (
             self.target.vocab_size if self.config.has_map else min(head.lm_head.shape[0], self.target.vocab_size)
         )
@@ -109,7 +108,7 @@ class PEagleDrafter(Eagle3Drafter):
                 vocab_size=num_known,
                 sampled=sampled,
                 target_ids_W=head.target_ids_W,
-                longest=longest,
+                longest=self.longest,
             )
             return {}
 
