@@ -1,0 +1,1 @@
+"""Several processes, one GPU each, that compute together."""

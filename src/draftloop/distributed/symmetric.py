@@ -1,0 +1,69 @@
+"""Collectives over memory that the GPUs of one host read from each other: ordinary kernels, a few microseconds each.
+
+A captured graph holds them anywhere, bodies of device loops included, where NCCL's kernels may not be. Multicast by
+the switch is not used. Kernels are torch's (`torch.ops.symm_mem`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+BUFFER_BYTES = 64 << 20
+"""Of each rank. Larger messages are left to NCCL."""
+ONE_SHOT_BYTES = 256 << 10
+"""Up to this every rank adds up everything by itself; above, between more than two, each adds up its part of it."""
+SUMMED = (torch.float32, torch.bfloat16)
+"""Types that the kernels add up."""
+ALIGNMENT = 16
+
+
+class SymmetricMemory:
+    """One buffer in each GPU of a group, which all others read. Collectives that use it follow one another."""
+
+    def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
+        """All ranks make it together. Raises RuntimeError where their GPUs do not reach each other's memory."""
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self._name = process_group.group_name
+        self._bytes = symm_mem.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
+        self._handle = symm_mem.rendezvous(self._bytes, process_group)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x fits."""
+        return x.nbytes <= BUFFER_BYTES
+
+    def takes_sum(self, x: Tensor) -> bool:
+        """Whether the kernels add up such tensors."""
+        return self.takes(x) and x.dtype in SUMMED and x.nbytes % (ALIGNMENT * self.size) == 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, added up in the same order by whoever does it."""
+        buffer = self._view(x)
+        if self.size == 2 or x.nbytes <= ONE_SHOT_BYTES:
+            return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x.contiguous(), "sum", self._name)
+        buffer.copy_(x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._name, out)
+
+    def all_gather(self, x: Tensor, dim: int, out: Tensor | None) -> Tensor:
+        """Every rank's x, side by side along `dim`, copied from where it is."""
+        self._view(x).copy_(x)
+        if out is None:
+            shape = list(x.shape)
+            shape[dim] *= self.size
+            out = x.new_empty(shape)
+        self._handle.barrier(channel=0)  # all are there
+        for rank, part in enumerate(out.chunk(self.size, dim)):
+            part.copy_(self._handle.get_buffer(rank, x.shape, x.dtype))
+        self._handle.barrier(channel=1)  # all are read: the buffer may be written again
+        return out
+
+    def _view(self, x: Tensor) -> Tensor:
+        return self._bytes[: x.nbytes].view(x.dtype).view(x.shape)
