@@ -141,12 +141,14 @@ class Group:
             raise ValueError(f"{self.size} ranks cannot be divided into parts of {size}")
         if size in (1, self.size):
             return (self, ALONE) if size == self.size else (ALONE, self)
-        from torch.distributed import new_subgroups_by_enumeration
+        from torch.distributed import ProcessGroup, new_subgroups_by_enumeration
 
         ranks = range(self.size)
         parts = [list(ranks[start : start + size]) for start in ranks[::size]]
         inside, _ = new_subgroups_by_enumeration(parts, timeout=TIMEOUT)
         across, _ = new_subgroups_by_enumeration([list(ranks[place::size]) for place in range(size)], timeout=TIMEOUT)
+        assert isinstance(inside, ProcessGroup)
+        assert isinstance(across, ProcessGroup)
         return Group(inside), Group(across)
 
 
