@@ -28,6 +28,7 @@ _KEPT = ("DRAFTLOOP_POISON", "DRAFTLOOP_CACHE_ROOT")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-combination", action="store_true", help="run test matrices whole, not a selection")
+    parser.addoption("--large-models", action="store_true", help="run what downloads hundreds of MB, for minutes")
     parser.addoption("--traffic-examples", type=int, default=3, help="traffic tried for each drafter (state machine)")
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from draftloop.config.speculative import SpeculativeConfig
     from draftloop.engine.llm import LLM
     from draftloop.errors import CapacityError, ConfigError, DraftloopError, GraphError, RequestError
-    from draftloop.request import RequestOutput, SamplingParams
+    from draftloop.request import LoRARequest, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ _HOMES = {
     "LLM": "draftloop.engine.llm",
     "EngineConfig": "draftloop.config.engine",
     "SpeculativeConfig": "draftloop.config.speculative",
+    "LoRARequest": "draftloop.request",
     "RequestOutput": "draftloop.request",
     "SamplingParams": "draftloop.request",
     "CapacityError": "draftloop.errors",
@@ -35,6 +36,7 @@ __all__ = [
     "DraftloopError",
     "EngineConfig",
     "GraphError",
+    "LoRARequest",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

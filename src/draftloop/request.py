@@ -17,6 +17,24 @@ LARGEST = 2**31 - 1
 """Of what a request counts; the device counts in 32 bits."""
 
 
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter that a request is answered with. Raises RequestError for one without a name."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    """vLLM tells adapters apart by it; here their names do."""
+    lora_path: str = ""
+    """Folder in PEFT's format; empty for one of the engine's `lora_modules`."""
+
+    def __post_init__(self) -> None:
+        for name in ("lora_name", "lora_path"):
+            if not isinstance(getattr(self, name), str):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a text")
+        if not self.lora_name:
+            raise RequestError("lora_name is ''; it must be a text that is not empty")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """What the output must look like: exactly one of the first six. Raises RequestError otherwise."""

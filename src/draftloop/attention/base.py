@@ -62,6 +62,8 @@ class AttentionBatch:
     """False: every token of an entry sees all `kv_lens_R` keys (block drafters)."""
     invariant: bool = False
     """A token's result may depend on its row alone; see `kernels.batch_invariance`."""
+    adapters_T: Tensor | None = None
+    """int32 [T]: which adapter (LoRA) changes the layers for each token, from 1; 0: none. None: no token has one."""
     tree: TreeMask | None = None
     """Uniform causal batches alone. None: each token sees all keys up to its own."""
     attend: Callable[[Callable[[], None]], None] = run_here

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from draftloop.config.fields import build, check, check_fields
 from draftloop.config.speculative import SpeculativeConfig
+from draftloop.errors import ConfigError
 
 CudagraphMode = Literal["auto", "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
 PAGE_SIZES = (16, 32, 64)
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)
 LOOPS = "'auto', 'off', or how many steps the device may repeat, an integer >= 1"
 
 
@@ -79,6 +83,14 @@ class EngineConfig:
     """Report what the model says, or what is left of it after the request's sampling parameters."""
     logits_processors: tuple[str, ...] = ()
     """Custom rules for logits, each "package.module:Class", a LogitsProcessor."""
+    enable_lora: bool = False
+    """Let requests be answered with adapters (LoRA) of the target."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapters to load at the start, each NAME=FOLDER, or {"name": .., "path": ..} as JSON."""
+    max_loras: int = 1
+    """Adapters that there is memory for."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter: a power of 2 from 8 to 512."""
     async_scheduling: bool | None = None
     """Plan the next step while one runs; left out, on for GPUs unless the drafter works on the host."""
     disable_log_stats: bool = False
@@ -104,6 +116,11 @@ class EngineConfig:
             value = getattr(self, name)
             self._need(value is None or value >= 1, name, "an integer >= 1")
         self._need(self.max_logprobs >= 0, "max_logprobs", "an integer >= 0")
+        self._need(self.max_loras >= 1, "max_loras", "an integer >= 1")
+        self._need(self.max_lora_rank in LORA_RANKS, "max_lora_rank", "a power of 2 from 8 to 512")
+        self._need(self.enable_lora or not self.lora_modules, "lora_modules", "left out without enable_lora")
+        limit = f"a list of at most max_loras, {self.max_loras}; raise that"
+        self._need(len(self.adapters) <= self.max_loras, "lora_modules", limit)
         self._need(self.device_loop in ("auto", "off") or int(self.device_loop) >= 1, "device_loop", LOOPS)
         self._need(self.block_size in (None, *PAGE_SIZES), "block_size", "16, 32 or 64")
         self._need(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "in (0, 1]")
@@ -121,6 +138,24 @@ class EngineConfig:
         spec = self.speculative_config
         return spec if spec is not None and spec.enabled else None
 
+    @cached_property
+    def adapters(self) -> dict[str, str]:
+        """`lora_modules`: folders by name. Raises ConfigError where one does not say both, or a name comes twice."""
+        found: dict[str, str] = {}
+        for text in self.lora_modules:
+            name, _, path = text.partition("=")
+            if text.lstrip().startswith("{"):
+                try:
+                    given = json.loads(text)
+                    name, path = given["name"], given["path"]
+                except (ValueError, KeyError):
+                    name = path = ""
+            if not name or not path or name in found:
+                limit = "NAME=FOLDER, or JSON with name and path, and each name once"
+                raise ConfigError(f"lora_modules has {text!r}; it must be {limit}")
+            found[name] = path
+        return found
+
     def _accept_kin(self) -> None:
         """Take what Python callers naturally pass: lists, dicts, paths, torch dtypes."""
         put = object.__setattr__
@@ -130,7 +165,7 @@ class EngineConfig:
                 put(self, name, os.fspath(value))
         if type(self.dtype).__module__ == "torch":
             put(self, "dtype", str(self.dtype).removeprefix("torch."))
-        for name in ("cudagraph_capture_sizes", "logits_processors"):
+        for name in ("cudagraph_capture_sizes", "logits_processors", "lora_modules"):
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, str):
                 put(self, name, tuple(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from draftloop.engine.adapters import Adapters
 from draftloop.engine.check_request import RequestChecker
 from draftloop.engine.detokenizer import Detokenizer
 from draftloop.engine.flight import Emitted, InFlight, Report
@@ -14,9 +15,9 @@ from draftloop.engine.sources import block_sources
 from draftloop.engine.stats import EngineStats
 from draftloop.engine.worker import Worker
 from draftloop.errors import RequestError
-from draftloop.request import SamplingParams
+from draftloop.request import LoRARequest, SamplingParams
 from draftloop.sampling.grammar import GrammarCompiler
-from draftloop.scheduler.batch import Sequence, Stage, StepPlan
+from draftloop.scheduler.batch import Adapter, Sequence, Stage, StepPlan
 from draftloop.scheduler.scheduler import NOTHING, Scheduler
 
 
@@ -33,8 +34,9 @@ class EngineCore:
         pipeline_depth: int,
         tokenizer=None,
         max_logprobs: int = 0,
+        adapters: Adapters | None = None,
     ) -> None:
-        self.scheduler, self.worker, self.tokenizer = scheduler, worker, tokenizer
+        self.scheduler, self.worker, self.tokenizer, self.adapters = scheduler, worker, tokenizer, adapters
         self.vocab_size, self.eos_ids, self.pipeline_depth = vocab_size, eos_ids, pipeline_depth
         self.checker = RequestChecker(
             vocab_size=vocab_size,
@@ -69,13 +71,16 @@ class EngineCore:
         traced: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | str | None = None,
     ) -> Sequence:
         """Queue a request. `traced`: its `Sequence.sources` say where each token came from.
 
-        Lower `priority` is served first. Cached prefixes are shared within one `cache_salt`.
+        Lower `priority` is served first. Cached prefixes are shared within one `cache_salt`. `lora_request` is the
+        adapter that it is answered with, or the name of one that is loaded.
 
         Raises RequestError for an id in use, an empty or too long prompt, ids outside of the
-        vocabulary, parameters that this engine cannot serve, or a request that the cache could never hold.
+        vocabulary, parameters that this engine cannot serve, a request that the cache could never hold, or an adapter
+        that cannot be had.
         """
         if request_id in self._sequences:
             raise RequestError(f"request id {request_id!r} is running already; choose another")
@@ -94,6 +99,7 @@ class EngineCore:
             traced=traced,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=self._adapter(lora_request),
             bad_words=self.checker.bad_words(params),
             grammar=self.grammars.follow(params.structured_outputs) if params.structured_outputs else None,
         )
@@ -106,6 +112,13 @@ class EngineCore:
             self._compiling.append(sequence)
         self._texts[request_id] = Detokenizer(self.tokenizer, params)
         return sequence
+
+    def _adapter(self, asked: LoRARequest | str | None) -> Adapter | None:
+        if asked is None:
+            return None
+        if self.adapters is None:
+            raise RequestError("lora_request names an adapter, but this engine has none; start it with enable_lora")
+        return self.adapters.find(asked, {sequence.adapter for sequence in self._sequences.values()})
 
     def abort(self, request_id: str) -> None:
         """End a request now, in whatever state it is. An unknown or ended one is left alone."""

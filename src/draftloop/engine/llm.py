@@ -5,21 +5,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
 from draftloop.config.engine import EngineConfig
 from draftloop.engine.startup import Engine, start
-from draftloop.engine.stats import speculation_stats
+from draftloop.engine.stats import PartStats, speculation_stats
 from draftloop.errors import RequestError
 from draftloop.graphs.report import GraphReport
-from draftloop.request import CompletionOutput, RequestOutput, SamplingParams
+from draftloop.request import CompletionOutput, LoRARequest, RequestOutput, SamplingParams
 from draftloop.scheduler.batch import Sequence as Running
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": .. or "prompt_token_ids": .., "cache_salt": ..}`."""
 Message = Mapping[str, Any]
+Lora: TypeAlias = LoRARequest | str | None
+"""An adapter, or the name of one of `lora_modules`."""
 
 
 class LLM:
@@ -54,12 +56,14 @@ class LLM:
         use_tqdm: bool = False,
         speculation: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: Lora | Sequence[Lora] = None,
     ) -> list[RequestOutput]:
         """Answer each prompt and return the answers in order.
 
-        `speculation=False` drafts nothing for these prompts. Of several prompts those of lower `priority` go first.
-        A prompt with a `cache_salt` shares cached beginnings with those of the same salt only. A prompt that cannot
-        be served gets an output with `finish_reason` "error" if it is one of several; alone it raises RequestError.
+        `lora_request` is the adapter for all of them, or one each; None is the model itself. `speculation=False` drafts
+        nothing for these prompts. Of several prompts those of lower `priority` go first. A prompt with a `cache_salt`
+        shares cached beginnings with those of the same salt only. A prompt that cannot be served gets an output with
+        `finish_reason` "error" if it is one of several; alone it raises RequestError.
         """
         many = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -70,10 +74,13 @@ class LLM:
                 raise RequestError(f"{len(many)} prompts came with {len(params)} sampling_params; give one or one each")
         if priority is not None and len(priority) != len(many):
             raise RequestError(f"{len(many)} prompts came with {len(priority)} priorities; give one for each")
+        loras = [lora_request] * len(many) if isinstance(lora_request, Lora) else list(lora_request)
+        if len(loras) != len(many):
+            raise RequestError(f"{len(many)} prompts came with {len(loras)} of lora_request; give one or one each")
         outputs: list[RequestOutput] = []
-        for prompt, one, rank in zip(many, params, priority or [0] * len(many), strict=True):
+        for prompt, one, rank, lora in zip(many, params, priority or [0] * len(many), loras, strict=True):
             try:
-                outputs.append(self._add(prompt, one, speculation, rank))
+                outputs.append(self._add(prompt, one, speculation, rank, lora))
             except RequestError as error:
                 if len(many) == 1:
                     raise
@@ -105,11 +112,13 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         speculation: bool = True,
+        lora_request: Lora = None,
     ) -> Iterator[RequestOutput]:
         """Yield the growing answer to one prompt or conversation; abandoning the iterator ends the request."""
         if prompt and not isinstance(prompt, str | Mapping) and isinstance(prompt[0], Mapping):
             prompt = self._render(prompt)  # type: ignore[arg-type]
-        output = self._add(prompt, sampling_params or SamplingParams(), speculation)  # type: ignore[arg-type]
+        params = sampling_params or SamplingParams()
+        output = self._add(prompt, params, speculation, lora=lora_request)  # type: ignore[arg-type]
         num_seen, is_last = 0, False
         try:
             while not is_last:
@@ -146,7 +155,9 @@ class LLM:
     def _next_id(self) -> str:
         return str(next(self._ids))
 
-    def _add(self, prompt: Prompt, params: SamplingParams, speculation: bool, priority: int = 0) -> RequestOutput:
+    def _add(
+        self, prompt: Prompt, params: SamplingParams, speculation: bool, priority: int = 0, lora: Lora = None
+    ) -> RequestOutput:
         """Queue one request for each answer. All or none: the first one is refused if any would be."""
         text, ids, salt = self._tokenize(prompt)
         answers = [CompletionOutput(index=index, text="", token_ids=[]) for index in range(params.n)]
@@ -164,6 +175,7 @@ class LLM:
                     speculation=speculation,
                     priority=priority,
                     cache_salt=salt,
+                    lora_request=lora,
                 )
             )
             self._open[request_id] = output, running
@@ -226,7 +238,7 @@ class LLM:
     def get_metrics(self) -> dict[str, Any]:
         """Counters since the start, under vLLM's names without their prefix; of several drafters each its own too."""
         stats = self.engine.core.stats
-        steps = max(stats.num_spec_steps, 1)
+        whole = PartStats(num_spec_steps=stats.num_spec_steps, num_accepted_tokens=stats.num_accepted_tokens)
         metrics: dict[str, Any] = {
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.generated_tokens,
@@ -240,18 +252,13 @@ class LLM:
             "spec_decode_num_accepted_tokens_per_pos": [
                 sum(stats.histogram[i:]) for i in range(1, stats.num_drafts + 1)
             ],
-            "mean_acceptance_length": 1 + stats.num_accepted_tokens / steps,
+            "mean_acceptance_length": whole.mean_acceptance_length,
         }
         if stats.by_drafter:
-            metrics["spec_decode_by_drafter"] = {
-                name: {
-                    "num_drafts": part.num_spec_steps,
-                    "num_draft_tokens": part.num_draft_tokens,
-                    "num_accepted_tokens": part.num_accepted_tokens,
-                    "mean_acceptance_length": 1 + part.num_accepted_tokens / max(part.num_spec_steps, 1),
-                }
-                for name, part in zip(stats.drafters, stats.by_drafter, strict=True)
-            }
+            parts = zip(stats.drafters, stats.by_drafter, strict=True)
+            metrics["spec_decode_by_drafter"] = {name: _part(part) for name, part in parts}
+        if stats.by_adapter:
+            metrics["spec_decode_by_adapter"] = {name: _part(part) for name, part in stats.by_adapter.items()}
         return metrics
 
     def close(self) -> None:
@@ -262,6 +269,15 @@ class LLM:
         engine.core.close()
         if engine.drafter is not None:
             engine.drafter.close()
+
+
+def _part(part: PartStats) -> dict[str, Any]:
+    return {
+        "num_drafts": part.num_spec_steps,
+        "num_draft_tokens": part.num_draft_tokens,
+        "num_accepted_tokens": part.num_accepted_tokens,
+        "mean_acceptance_length": part.mean_acceptance_length,
+    }
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -21,6 +21,7 @@ from draftloop.config.env import Environment
 from draftloop.config.resolve import Facts, Resolved, resolve
 from draftloop.drafters.base import Drafter, Target, drafter_class
 from draftloop.drafters.made_for import warn_of_other_target
+from draftloop.engine.adapters import Adapters
 from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
 from draftloop.engine.iteration import iteration_phases
@@ -155,6 +156,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         show_progress=None if show else False,
         report=lambda loaded: logger.info("weights: %s", loaded),
     )
+    adapters = Adapters(model, config) if config.enable_lora else None
     ledger.lap("weights")
     if drafter:
         drafter.borrow(model)
@@ -171,6 +173,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         draft_vocab=model_config.vocab_size if drafter and drafter.sampled else 0,
         device=device,
         vocab_size=model_config.vocab_size,
+        has_adapters=config.enable_lora,
     )
     target_specs = cache_specs(model_config, kv_dtype)
     specs = [*target_specs, *(drafter.cache_specs() if drafter else [])]
@@ -262,6 +265,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         pipeline_depth=resolved.pipeline_depth,
         tokenizer=tokenizer,
         max_logprobs=config.max_logprobs,
+        adapters=adapters,
     )
     if Environment.read().nvtx:
         name_steps(core, nvtx_range)

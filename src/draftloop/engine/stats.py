@@ -10,12 +10,22 @@ from draftloop.scheduler.batch import Sequence
 
 
 @dataclass(kw_only=True)
-class DrafterStats:
-    """The part of one of several drafters."""
+class PartStats:
+    """The part of one of several drafters, or of one adapter."""
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per drafted step, the bonus token included."""
+        return 1 + self.num_accepted_tokens / max(self.num_spec_steps, 1)
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
 
 
 @dataclass(kw_only=True)
@@ -37,12 +47,14 @@ class EngineStats:
     num_accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
     """Drafted steps that accepted 0, 1, .. K drafts."""
-    by_drafter: list[DrafterStats] = field(default_factory=list)
+    by_drafter: list[PartStats] = field(default_factory=list)
     """In the order of `drafters`, where there are several."""
+    by_adapter: dict[str, PartStats] = field(default_factory=dict)
+    """By name, of adapters whose requests were drafted for."""
 
     def __post_init__(self) -> None:
         self.histogram = [0] * (self.num_drafts + 1)
-        self.by_drafter = [DrafterStats() for _ in self.drafters] if len(self.drafters) > 1 else []
+        self.by_drafter = [PartStats() for _ in self.drafters] if len(self.drafters) > 1 else []
 
     def count_prompt(self, sequence: Sequence) -> None:
         """Count a request that starts."""
@@ -62,10 +74,9 @@ class EngineStats:
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
         if self.by_drafter:
-            part = self.by_drafter[drafted_by]
-            part.num_spec_steps += 1
-            part.num_draft_tokens += num_drafted
-            part.num_accepted_tokens += num_accepted
+            self.by_drafter[drafted_by].count(num_drafted, num_accepted)
+        if sequence.adapter is not None:
+            self.by_adapter.setdefault(sequence.adapter.name, PartStats()).count(num_drafted, num_accepted)
 
 
 def speculation_stats(sequences: Iterable[Sequence]) -> SpeculationStats | None:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draftloop.attention.base import GraphSupport
+from draftloop.attention.base import AttentionBatch, GraphSupport
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.attention.tree import TreePass, path_slot, tree_batch
 from draftloop.config.draft_tree import DraftTree
@@ -73,12 +73,18 @@ def target_phases(
     def aux_output(aux: list[Tensor]) -> dict[str, Tensor]:
         return {"aux_hidden": torch.cat(aux, -1)} if aux_layers else {}
 
+    def with_adapters(batch: AttentionBatch, rows: Tensor, num_per_row: int = 1) -> AttentionBatch:
+        if state.adapter_M is None:
+            return batch
+        adapters_R = state.adapter_M.index_select(0, rows)
+        return replace(batch, adapters_T=adapters_R[:, None].expand(-1, num_per_row).flatten())
+
     def prefill(
         launch: Launch, rows: Tensor, query_starts: Tensor, kv_lens: Tensor, *, report: bool = False
     ) -> Mapping[str, Tensor]:
         batch, row_T = ragged_batch(state, rows, query_starts, kv_lens, page_size, launch)
         ids_T = state.tokens_ML[row_T, batch.positions_T]
-        hidden_TC, aux = model(ids_T, kv, batch, aux_layers=aux_layers)
+        hidden_TC, aux = model(ids_T, kv, with_adapters(batch, row_T), aux_layers=aux_layers)
         last_R = (query_starts[1:] - 1).clamp(min=0)
         outputs = {"prompt_logits": model.logits(hidden_TC[last_R]), **aux_output(aux)}
         if report:
@@ -92,7 +98,7 @@ def target_phases(
             batch, tokens = tree_batch(state, rows, block, page_size, launch, num_ids=num_ids)
         else:
             batch, tokens = tail_batch(state, rows, 1 + k, page_size, launch, offset=-1, num_ids=num_ids)
-        hidden_TC, aux = model(tokens.ids_T, kv, batch, aux_layers=aux_layers)
+        hidden_TC, aux = model(tokens.ids_T, kv, with_adapters(batch, rows, 1 + k), aux_layers=aux_layers)
         return {"logits": model.logits(hidden_TC, out_TV=launch.outputs.get("logits")), **aux_output(aux)}
 
     rates_K = None if synthetic_rates is None else torch.tensor(synthetic_rates, device=device)

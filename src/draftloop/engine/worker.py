@@ -77,6 +77,8 @@ class Worker:
             (state.seed_M, request_seed(params, self.seed, sequence.number)),
         ):
             column[row].fill_(value)
+        if state.adapter_M is not None:
+            state.adapter_M[row].fill_(sequence.adapter.slot if sequence.adapter else 0)
         if self.drafter is not None:
             self.drafter.admit(row, params.speculative)
         self._admit_constraints(sequence)

@@ -5,7 +5,7 @@ Shape suffixes: T tokens, N = 2 * I output columns, K input columns.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -15,17 +15,23 @@ from draftloop.kernels.linear import Weight, linear
 from draftloop.kernels.linear_wide import Kind, linear_wide_triton
 from draftloop.kernels.silu_mul import silu_mul
 
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+""""gelu_tanh" is GELU by its approximation with tanh."""
+
 
 def gated_linear(
-    x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, activation: Literal["silu", "gelu_tanh"] = "silu"
+    x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, activation: Activation = "silu"
 ) -> Tensor:
-    """`activation(gate) * up`, [T, I], of a layer whose first I columns are the gate's; rounded like `linear` between.
-
-    "gelu_tanh" is GELU by its approximation with tanh.
-    """
-    if activation == "gelu_tanh":
-        gate_TI, up_TI = linear(x_TK, weight_NK, bias_N).chunk(2, -1)
-        return F.gelu(gate_TI, approximate="tanh") * up_TI
-    if isinstance(weight_NK, Tensor) and x_TK.is_cuda and (tiles := linear_wide.choose(x_TK, weight_NK, Kind.GATED)):
+    """`gated` of a layer whose first I columns are the gate's; rounded like `linear` between."""
+    may_fuse = activation == "silu" and x_TK.is_cuda
+    if may_fuse and isinstance(weight_NK, Tensor) and (tiles := linear_wide.choose(x_TK, weight_NK, Kind.GATED)):
         return linear_wide_triton(x_TK, weight_NK, bias_N, kind=Kind.GATED, tiles=tiles)
-    return silu_mul(linear(x_TK, weight_NK, bias_N))
+    return gated(linear(x_TK, weight_NK, bias_N), activation=activation)
+
+
+def gated(gate_up_T2I: Tensor, *, activation: Activation = "silu") -> Tensor:
+    """`activation(gate) * up`, [T, I]."""
+    if activation == "silu":
+        return silu_mul(gate_up_T2I)
+    gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
+    return F.gelu(gate_TI, approximate="tanh") * up_TI

@@ -22,9 +22,11 @@ def page_key(before: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(before + array("i", token_ids).tobytes(), digest_size=16).digest()
 
 
-def root_key(salt: str | None, generation: int) -> bytes:
-    """What stands before the first page: requests of unlike salt share nothing, nor does what came before a reset."""
-    return hashlib.blake2b(f"{generation}:{'' if salt is None else '+' + salt}".encode(), digest_size=16).digest()
+def root_key(salt: str | None, generation: int, adapter: int = 0) -> bytes:
+    """What stands before the first page: requests of unlike salt or adapter share nothing, nor does what came before a
+    reset."""
+    text = f"{generation}:{adapter}:{'' if salt is None else '+' + salt}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 class PageAllocator:

@@ -63,6 +63,8 @@ class RowState:
     top_p_M: Tensor
     min_p_M: Tensor
     seed_M: Tensor
+    adapter_M: Tensor | None = None
+    """int32: which adapter (LoRA) changes the target for the row, from 1; 0: none. None: no row may have one."""
     constraints: ConstraintRows | None = None
     """None: no row may have any."""
 
@@ -82,6 +84,7 @@ class RowState:
         device: torch.device,
         overhang: int = 0,
         vocab_size: int = 0,
+        has_adapters: bool = False,
     ) -> RowState:
         """Allocate for `num_rows` requests of at most `max_model_len` tokens.
 
@@ -103,6 +106,7 @@ class RowState:
             )
         return cls(
             constraints=constraints,
+            adapter_M=full(rows) if has_adapters else None,
             tokens_ML=full(rows, length),
             num_tokens_M=full(rows, value=1),
             max_tokens_M=full(rows, value=1),

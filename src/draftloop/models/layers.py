@@ -11,8 +11,9 @@ from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
 from draftloop.errors import ConfigError
-from draftloop.kernels.gated_linear import gated_linear
+from draftloop.kernels.gated_linear import gated, gated_linear
 from draftloop.kernels.linear import linear, residual_linear
+from draftloop.kernels.lora import LoraStack, adapted
 from draftloop.kernels.quantised import QuantisedWeight
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
@@ -22,6 +23,10 @@ from draftloop.models.weights import Destination, Memory, linear_weight, paramet
 
 class Attention(torch.nn.Module):
     """Grouped-query attention over the paged cache."""
+
+    qkv_lora: LoraStack | None = None
+    o_lora: LoraStack | None = None
+    """See models/lora.py."""
 
     def __init__(
         self,
@@ -70,7 +75,7 @@ class Attention(torch.nn.Module):
 
         The output is as `residual_linear` returns it, unless a norm follows.
         """
-        qkv_TE = linear(x_TC, self.qkv_weight, self.qkv_bias)
+        qkv_TE = adapted(linear(x_TC, self.qkv_weight, self.qkv_bias), x_TC, batch.adapters_T, self.qkv_lora)
         if self.whole_norm:
             qkv_TE = self._normed(qkv_TE)
         q_THD = rope_write(
@@ -89,7 +94,8 @@ class Attention(torch.nn.Module):
         # allocated here: a piecewise graph breaks at the call, and its next segment reads this memory
         out_THD = torch.empty_like(q_THD)
         batch.attend(lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window))
-        return self.project(out_THD.view(-1, self.query_size), self.o_weight, self.o_bias)
+        out_TE = out_THD.view(-1, self.query_size)
+        return adapted(self.project(out_TE, self.o_weight, self.o_bias), out_TE, batch.adapters_T, self.o_lora)
 
     def _normed(self, qkv_TE: Tensor) -> Tensor:
         """Queries and keys normed over all of their heads."""
@@ -133,6 +139,9 @@ class Attention(torch.nn.Module):
 class GatedMLP(torch.nn.Module):
     """`down(activation(gate(x)) * up(x))`."""
 
+    gate_up_lora: LoraStack | None = None
+    down_lora: LoraStack | None = None
+
     def __init__(self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
 
@@ -153,10 +162,14 @@ class GatedMLP(torch.nn.Module):
         self.down_weight = weight({"down": hidden}, inner)
         self.down_bias = make(hidden) if config.mlp_bias else None
 
-    def forward(self, x_TC: Tensor) -> Tensor:
-        """[T, C] -> what `residual_linear` returns, unless a norm follows."""
-        inner_TI = gated_linear(x_TC, self.gate_up_weight, self.gate_up_bias, activation=self.activation)
-        return self.project(inner_TI, self.down_weight, self.down_bias)
+    def forward(self, x_TC: Tensor, adapters_T: Tensor | None = None) -> Tensor:
+        """[T, C] -> what `residual_linear` returns, unless a norm follows. `adapters_T`: see `AttentionBatch`."""
+        if self.gate_up_lora is None:
+            inner_TI = gated_linear(x_TC, self.gate_up_weight, self.gate_up_bias, activation=self.activation)
+        else:  # what an adapter adds comes before the activation
+            gate_up_T2I = linear(x_TC, self.gate_up_weight, self.gate_up_bias)
+            inner_TI = gated(adapted(gate_up_T2I, x_TC, adapters_T, self.gate_up_lora), activation=self.activation)
+        return adapted(self.project(inner_TI, self.down_weight, self.down_bias), inner_TI, adapters_T, self.down_lora)
 
     def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the part of a fused weight that it fills."""
@@ -213,7 +226,7 @@ class DecoderLayer(torch.nn.Module):
         if keep_R is not None:
             attended, residual_TC = attended.index_select(-2, keep_R), residual_TC.index_select(0, keep_R)
         x_TC, residual_TC = self._added(self._left(attended, self.attended_norm), residual_TC, self.post_norm)
-        return self._left(self.mlp(x_TC), self.output_norm), residual_TC
+        return self._left(self.mlp(x_TC, batch.adapters_T), self.output_norm), residual_TC
 
     def enter(self, out: Tensor | None, residual_TC: Tensor) -> tuple[Tensor, Tensor]:
         """Add the output of the layer before, if there is one: the layer's input, and the residual stream."""

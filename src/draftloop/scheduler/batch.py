@@ -37,6 +37,18 @@ class Grammar(Protocol):
     def accept(self, token: int) -> bool: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """An adapter (LoRA) that is loaded."""
+
+    name: str
+    slot: int
+    """Where its weights are, from 1."""
+    number: int
+    """Counts what was loaded, from 1: what one left in the prefix cache is not found by a later one of its slot or name.
+    """
+
+
 @dataclass(kw_only=True, eq=False)
 class Sequence:
     """A request while the engine holds it."""
@@ -60,6 +72,8 @@ class Sequence:
     """Lower is served first; equal ones in the order in which they came."""
     cache_salt: str | None = None
     """It shares cached prefixes with requests of the same salt only."""
+    adapter: Adapter | None = None
+    """What changes the target for it."""
 
     max_total: int = 0
     """Prompt and output together never exceed this many tokens."""

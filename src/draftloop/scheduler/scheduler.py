@@ -239,9 +239,13 @@ class Scheduler:
         if len(keys) < count:
             ids = sequence.token_ids
             for page in range(len(keys), count):
-                before = keys[-1] if keys else root_key(sequence.cache_salt, self.pages.generation)
+                before = keys[-1] if keys else self._root_key(sequence)
                 keys.append(page_key(before, ids[page * size : (page + 1) * size]))
         return keys[:count]
+
+    def _root_key(self, sequence: Sequence) -> bytes:
+        adapter = sequence.adapter.number if sequence.adapter else 0
+        return root_key(sequence.cache_salt, self.pages.generation, adapter)
 
     def _find_pages(self, sequence: Sequence) -> list[int]:
         """Pages that hold what its first tokens would fill them with."""
