@@ -45,8 +45,7 @@ class Adapter:
     slot: int
     """Where its weights are, from 1."""
     number: int
-    """Counts what was loaded, from 1: what one left in the prefix cache is not found by a later one of its slot or name.
-    """
+    """Counts what was loaded, from 1: what one left in the prefix cache, no later one of its slot or name finds."""
 
 
 @dataclass(kw_only=True, eq=False)
