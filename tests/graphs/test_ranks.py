@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_phases import block_phase, ragged_phase, simple_phase
 
+from draftloop.engine.lockstep import Lockstep
+from draftloop.graphs.phase import Launch
 from draftloop.graphs.table import GraphTable
+from draftloop.scheduler.step_shape import StepShape
 from helpers import answers, greedy, make_engine, make_table, oracle, prompts
 
 LADDER = st.lists(st.integers(1, 9), min_size=1, max_size=4, unique=True).map(sorted)
@@ -59,7 +62,7 @@ def test_an_eager_run_is_explained_by_the_agreed_size() -> None:
     assert table.run("double", 1, {"x": torch.ones(1)}, rows_across_ranks=3)["y"].tolist() == [2.0]
     report = table.report()
     assert report.eager_runs == {"double": 1}
-    assert report.rows[-1].reason == "3 rows exceed the largest captured size 2"
+    assert report.rows[-1].reason == "3 rows exceed the largest captured size 2, on another rank"
 
 
 def test_prompts_are_sized_by_tokens() -> None:
@@ -69,14 +72,48 @@ def test_prompts_are_sized_by_tokens() -> None:
     assert ran(table) == [(2, 8)]
 
 
-@pytest.mark.parametrize("agreed", [None, 3, 8])
-def test_the_plan_carries_the_agreed_rows_to_the_phases(agreed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eager_run_has_the_agreed_size_too() -> None:
+    """Ranks whose tokens are gathered must bring equally many, with a graph or without."""
+    seen = []
+
+    def double(launch: Launch, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen.append((launch.rows, x.shape[0]))
+        return {"y": x * 2}
+
+    table = make_table([replace(simple_phase(), fn=double), ragged_phase()], rows=[2], tokens=[8], largest_rows=4)
+    seen.clear()
+    for rows in (0, 1, 3):
+        x = torch.arange(1.0, rows + 1)
+        y = table.run("double", rows, {"x": x}, rows_across_ranks=3)["y"]
+        assert y.tolist() == (2 * x).tolist()
+    assert seen == [(3, 3)] * 3
+    prompt = {"ids": torch.zeros(0, dtype=torch.int64), "query_starts": torch.tensor([0], dtype=torch.int32)}
+    table.run("ragged", 0, prompt, tokens=0, tokens_across_ranks=5)
+    assert ran(table)[0] == (2, 8)
+
+
+class TwoRanks:
+    """A group of which only one rank is here; the other needs `shape`, whenever it is asked."""
+
+    rank, size = 0, 2
+
+    def __init__(self, shape: StepShape) -> None:
+        self._theirs = [*shape.to_ints(), 1, 0, 0]
+
+    def max(self, values: list[int]) -> list[int]:
+        return [max(pair) for pair in zip(values, self._theirs, strict=True)]
+
+
+@pytest.mark.parametrize("agreed", [0, 3, 8])
+def test_a_step_has_the_size_that_another_rank_needs(agreed: int) -> None:
     spec = {"method": "ngram", "num_speculative_tokens": 2}
     llm = make_engine(speculative_config=spec, cudagraph_capture_sizes=(1, 4, 8))
-    scheduler = llm.engine.core.scheduler
-    plan = scheduler.plan
-    monkeypatch.setattr(scheduler, "plan", lambda **how: replace(plan(**how), rows_across_ranks=agreed))
+    other = StepShape(decode_rows=agreed, prompt_tokens=agreed, num_drafts=2 if agreed else 0)
+    llm.engine.core.lockstep = Lockstep(TwoRanks(other))  # type: ignore[arg-type]
+    for _ in range(3):
+        llm.engine.core.step()  # with nothing to do
     assert answers(llm.generate(prompts(1), greedy(8))) == [oracle(prompts(1)[0], 8)]
     rows = [row for row in llm.get_graph_report().rows if row.replays]
     used = {row.rows for row in rows if row.phase in ("target.verify", "target.decode", "accept.decode")}
-    assert used == {{None: 1, 3: 4, 8: 8}[agreed]}
+    assert used == {{0: 1, 3: 4, 8: 8}[agreed]}
+    assert ("target.decode" in {row.phase for row in rows}) == (not agreed), "who drafts nothing verifies with others"

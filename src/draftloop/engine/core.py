@@ -9,6 +9,7 @@ from draftloop.engine.adapters import Adapters
 from draftloop.engine.check_request import RequestChecker
 from draftloop.engine.detokenizer import Detokenizer
 from draftloop.engine.flight import Emitted, InFlight, Report
+from draftloop.engine.lockstep import Lockstep
 from draftloop.engine.logprobs import LogprobReader
 from draftloop.engine.observe import observed_block, observed_chunks
 from draftloop.engine.sources import block_sources
@@ -19,6 +20,7 @@ from draftloop.request import LoRARequest, SamplingParams
 from draftloop.sampling.grammar import GrammarCompiler
 from draftloop.scheduler.batch import Adapter, Sequence, Stage, StepPlan
 from draftloop.scheduler.scheduler import NOTHING, Scheduler
+from draftloop.scheduler.step_shape import NO_STEP, StepShape
 
 
 class EngineCore:
@@ -35,8 +37,12 @@ class EngineCore:
         tokenizer=None,
         max_logprobs: int = 0,
         adapters: Adapters | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
+        """`lockstep`: with the ranks that take every step together with this one. All of them call `step` then,
+        with something to do or without."""
         self.scheduler, self.worker, self.tokenizer, self.adapters = scheduler, worker, tokenizer, adapters
+        self.lockstep = lockstep
         self.vocab_size, self.eos_ids, self.pipeline_depth = vocab_size, eos_ids, pipeline_depth
         self.checker = RequestChecker(
             vocab_size=vocab_size,
@@ -162,17 +168,25 @@ class EngineCore:
             if not chunk.sequence.started:
                 chunk.sequence.started = now
                 self.stats.count_prompt(chunk.sequence)
-        if plan:
-            most = self.worker.steps_at_once(plan)
+        shape = self._agree_on_shape(plan)
+        if shape:
+            most = self.worker.steps_at_once(plan, shape)
             num_steps = self.scheduler.reserve(plan, most) if most > 1 else 1
-            flight = self.worker.launch(plan, num_steps)
+            flight = self.worker.launch(plan, shape, num_steps)
             self._in_flight.append(flight)
             self.scheduler.launched(plan, num_steps=num_steps, fed=flight.feeds_drafter)
-        if self._in_flight and (not plan or self._in_flight[-1].repeats or len(self._in_flight) >= self.pipeline_depth):
+        if self._in_flight and (
+            not shape or self._in_flight[-1].repeats or len(self._in_flight) >= self.pipeline_depth
+        ):
             return [*failed, *self._commit_oldest()]
-        if not plan and not failed:
+        if not shape and not failed:
             self._wait_for_grammars()
         return failed
+
+    def _agree_on_shape(self, plan: StepPlan) -> StepShape:
+        """What to run for this plan, and for those of the ranks that step together with this one."""
+        shape = self.worker.shape(plan) if plan or self.lockstep else NO_STEP
+        return self.lockstep.agree(shape, is_idle=self.idle) if self.lockstep else shape
 
     def _fail_uncompiled(self) -> list[tuple[Sequence, str]]:
         """End requests whose grammar, which looked well, could not be compiled."""

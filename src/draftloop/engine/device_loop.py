@@ -24,9 +24,8 @@ class DeviceLoop:
         self.table, self.ring, self.max_iterations = table, ring, max_iterations
 
     def covers(self, iteration: str, plan: StepPlan) -> bool:
-        """True for a plan that needs no host before one of its rows ends: all of it decodes, on this rank alone."""
-        alone = plan.rows_across_ranks is None
-        return alone and not plan.chunks and self.table.repeats(iteration, len(plan.decodes))
+        """True for a plan that needs no host before one of its rows ends: all of it decodes."""
+        return not plan.chunks and self.table.repeats(iteration, len(plan.decodes))
 
     def launch(self, iteration: str, plan: StepPlan, num_steps: int) -> LoopInFlight:
         """Repeat a plan's step up to `num_steps` times; its rows have the pages for that."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from functools import partial
 
@@ -22,6 +22,7 @@ from draftloop.kvcache.rows import MAX_STOP_IDS, NO_DRAFT, NO_STOP, NULL_PAGE, R
 from draftloop.sampling.logits_processors import LogitsProcessor
 from draftloop.sampling.sampler import SamplingKind, request_seed
 from draftloop.scheduler.batch import Chunk, Sequence, StepPlan
+from draftloop.scheduler.step_shape import StepShape
 
 
 class Worker:
@@ -104,16 +105,40 @@ class Worker:
             self._constrained_rows.remove(row)
             rules.clear(row)
 
-    def steps_at_once(self, plan: StepPlan) -> int:
+    def shape(self, plan: StepPlan) -> StepShape:
+        """What the plan needs to run. A drafter that works on the host is asked for its drafts now.
+
+        Where it has none for any row, or nothing was drafted before, a step costs what plain decoding costs.
+        """
+        chunks, decodes = plan.chunks, plan.decodes
+        num_drafts = self.num_drafts if any(s.speculation and s.has_drafts for s in decodes) else 0
+        if self._on_host:
+            found = self._ask_host(decodes, asks=num_drafts > 0)
+            if not found and not self._rounds(self._kind(decodes)).next:
+                num_drafts = 0  # and nobody else drafts
+        return StepShape(
+            prompt_tokens=sum(chunk.count for chunk in chunks),
+            prompt_reports=any(chunk.sequence.reports_prompt for chunk in chunks),
+            first_rows=sum(chunk.completes_prompt and chunk.sequence.speculation for chunk in chunks),
+            decode_rows=len(decodes),
+            num_drafts=num_drafts,
+            redrafts=any(sequence.speculation for sequence in decodes),
+            is_stepwise=any(sequence.stepwise for sequence in decodes),
+        )
+
+    def steps_at_once(self, plan: StepPlan, shape: StepShape) -> int:
         """Steps that the device could make of this plan by itself; 1: it cannot repeat it."""
-        stepwise = any(sequence.stepwise or sequence.traced for sequence in plan.decodes)
-        if self.loop is None or stepwise or self._num_drafts(plan) != self.num_drafts:
+        stepwise = shape.is_stepwise or any(sequence.traced for sequence in plan.decodes)
+        if self.loop is None or stepwise or shape.num_drafts != self.num_drafts:
             return 1
         return self.loop.max_iterations if self.loop.covers(self._iteration(plan), plan) else 1
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, num_steps: int = 1) -> InFlight:
-        """Run a step, or a loop of steps. Nothing here waits for the device."""
+    def launch(self, plan: StepPlan, shape: StepShape, num_steps: int = 1) -> InFlight:
+        """Run a step, or a loop of steps. Nothing here waits for the device.
+
+        `shape` covers what the plan needs, and may be larger: a rank runs what others need with padding rows.
+        """
         self.table.recorder.order_after_loop()
         self._map_pages(plan.decodes)
         if num_steps > 1:
@@ -121,17 +146,20 @@ class Worker:
             self._write_rows([sequence.row for sequence in plan.decodes])
             return self.loop.launch(self._iteration(plan), plan, num_steps)
         flight = StepInFlight(plan, self.device)
-        if plan.chunks:
-            self._run_prompts(plan.chunks, flight)
-        if plan.decodes:
-            self._run_decodes(plan.decodes, flight)
+        if shape.prompt_tokens:
+            self._run_prompts(plan.chunks, shape, flight)
+        if shape.decode_rows:
+            self._run_decodes(plan.decodes, shape, flight)
         if self.num_drafts and not self.overlaps and not self._on_host:
             flight.copy("has_drafts", self.state.drafts_MK[:, 0] != NO_DRAFT)
         flight.launched()
         return flight
 
     def _iteration(self, plan: StepPlan) -> str:
-        return iteration_name(SamplingKind.of(sequence.params for sequence in plan.decodes))
+        return iteration_name(self._kind(plan.decodes))
+
+    def _kind(self, sequences: Iterable[Sequence]) -> SamplingKind:
+        return SamplingKind.of(sequence.params for sequence in sequences)
 
     def _map_pages(self, sequences: Many[Sequence]) -> None:
         """Tell the device of pages that rows got, and of those that they lost, since the last step."""
@@ -152,7 +180,7 @@ class Worker:
             both_2X = self._stage(torch.tensor([places, pages])).to(self.device, non_blocking=True)
             table_MN.view(-1).index_copy_(0, both_2X[0], both_2X[1].int())
 
-    def _run_prompts(self, chunks: Many[Chunk], flight: StepInFlight) -> None:
+    def _run_prompts(self, chunks: Many[Chunk], shape: StepShape, flight: StepInFlight) -> None:
         for chunk in chunks:
             if not chunk.sequence.num_mapped:
                 self.admit(chunk.sequence)
@@ -165,16 +193,16 @@ class Worker:
         self._write("query_starts", bounds)
         self._write("kv_lens", [chunk.end for chunk in chunks])
         run = self.table.run
-        report = any(chunk.sequence.reports_prompt for chunk in chunks)
-        outputs = run(prefill_name(report=report), num_rows, tokens=num_tokens)
-        if report:
+        run_ragged = partial(run, tokens=num_tokens, tokens_across_ranks=shape.prompt_tokens)
+        outputs = run_ragged(prefill_name(report=shape.prompt_reports), num_rows)
+        if any(chunk.sequence.reports_prompt for chunk in chunks):
             flight.copy("prompt_logprob_ids", outputs["prompt_logprob_ids"])
             flight.copy("prompt_logprobs", outputs["prompt_logprobs"])
         if self.observes:
             flight.copy("prompt_hidden", outputs["aux_hidden"])
         ending = [chunk.sequence for chunk in chunks if chunk.completes_prompt]
         emitting = [chunk.sequence for chunk in chunks if chunk.emits]
-        kind = SamplingKind.of(sequence.params for sequence in ending)
+        kind = self._kind(ending)
         if emitting:
             padding = self.state.padding_row
             self._write("ending_rows", [c.sequence.row if c.emits else padding for c in chunks])
@@ -185,32 +213,27 @@ class Worker:
                 flight.copy("first_logprob_ids", outputs["first_logprob_ids"])
                 flight.copy("first_logprobs", outputs["first_logprobs"])
         for phase in self._rounds(kind).prompt:
-            run(phase, num_rows, tokens=num_tokens)
-        drafting = [sequence.row for sequence in ending if sequence.speculation]
-        if drafting:
+            run_ragged(phase, num_rows)
+        if shape.first_rows:
+            drafting = [sequence.row for sequence in ending if sequence.speculation]
             self._write_rows(drafting)
             for phase in self._rounds(kind).first:
-                run(phase, len(drafting))
+                run(phase, len(drafting), rows_across_ranks=shape.first_rows)
 
-    def _run_decodes(self, sequences: Many[Sequence], flight: StepInFlight) -> None:
-        num_rows = len(sequences)
-        kind = SamplingKind.of(sequence.params for sequence in sequences)
-        num_drafts = self._num_drafts(flight.plan)
-        run = partial(self.table.run, rows_across_ranks=flight.plan.rows_across_ranks)
+    def _run_decodes(self, sequences: Many[Sequence], shape: StepShape, flight: StepInFlight) -> None:
+        num_rows, num_drafts = len(sequences), shape.num_drafts
+        kind = self._kind(sequences)
+        run = partial(self.table.run, rows_across_ranks=shape.decode_rows)
         self._write_rows([sequence.row for sequence in sequences])
         whole = iteration_name(kind)
-        stepwise = any(sequence.stepwise for sequence in sequences)
-        if not stepwise and num_drafts == self.num_drafts and self.table.covers(whole, num_rows):
+        as_one = not shape.is_stepwise and num_drafts == self.num_drafts
+        if as_one and self.table.covers(whole, shape.decode_rows):
             self._copy_drafts(sequences, num_drafts, flight)
             flight.copy("outcome", run(whole, num_rows)["outcome"])
             return
         rounds = self._rounds(kind)
-        if num_drafts and self._on_host:
-            # right before the verify, when everything accepted so far is known
-            if not self._ask_host(sequences) and not rounds.next:
-                num_drafts = 0  # and nobody else drafts
-            for phase in rounds.host if num_drafts else ():
-                run(phase, num_rows)
+        for phase in rounds.host if num_drafts else ():
+            run(phase, num_rows)
         self._copy_drafts(sequences, num_drafts, flight)
         following = [sequence for sequence in sequences if sequence.grammar is not None]
         read_drafts = self._start_reading_drafts(following, num_drafts) if following else None
@@ -227,7 +250,7 @@ class Worker:
             flight.copy("logprob_ids", outputs["logprob_ids"].unflatten(0, (num_rows, 1 + num_drafts)))
             flight.copy("logprobs", outputs["logprobs"].unflatten(0, (num_rows, 1 + num_drafts)))
         after = ()
-        if any(s.speculation for s in sequences):
+        if shape.redrafts:
             after = rounds.next if num_drafts or rounds.plain is None else rounds.plain
         for phase in after:
             run(phase, num_rows)
@@ -239,12 +262,12 @@ class Worker:
             rows_R = self.table.buffers["rows"][: len(sequences)]
             flight.copy("drafts", self.state.drafts_MK.index_select(0, rows_R))
 
-    def _ask_host(self, sequences: Many[Sequence]) -> bool:
-        """Let the drafter draft on the host. False if it has nothing for any row."""
+    def _ask_host(self, sequences: Many[Sequence], *, asks: bool) -> bool:
+        """Let the drafter draft on the host, or nothing be drafted there. False if it has nothing for any row."""
         assert self.drafter is not None
         drafts_RK = torch.full((len(sequences), self.num_drafts), NO_DRAFT, dtype=torch.int32)
-        drafts = self.drafter.draft_on_host([self._host_row(sequence) for sequence in sequences])
-        for row_K, ids in zip(drafts_RK, drafts, strict=True):
+        drafts = self.drafter.draft_on_host([self._host_row(sequence) for sequence in sequences]) if asks else []
+        for row_K, ids in zip(drafts_RK, drafts, strict=asks):
             row_K[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
         self.table.buffers.write("host_drafts", self._stage(drafts_RK))
         return any(drafts)
@@ -282,10 +305,6 @@ class Worker:
         rows = self._stage(torch.tensor([sequence.row for sequence in sequences])).to(self.device, non_blocking=True)
         masks_RQW = self._stage(masks_RQW).to(self.device, non_blocking=True)
         grammar_MQW[:, : masks_RQW.shape[1]].index_copy_(0, rows, masks_RQW)
-
-    def _num_drafts(self, plan: StepPlan) -> int:
-        """Drafts to verify. Where nothing was drafted for the whole batch, it costs what plain decoding costs."""
-        return self.num_drafts if any(s.speculation and s.has_drafts for s in plan.decodes) else 0
 
     def _rounds(self, kind: SamplingKind) -> Rounds:
         return self.drafter.rounds(sampled=kind is not SamplingKind.GREEDY) if self.drafter else Rounds()

@@ -63,10 +63,10 @@ class Buffers:
     def require(self, phase: Phase, rows: int, tokens: int) -> None:
         """Raises ValueError for a slot that nobody has written at this size: it would be stale."""
         for name, slot in phase.slots.items():
-            count, live = slot.unit.count(rows, tokens), self._live.get(name)
+            count, live = slot.unit.count(rows, tokens), self._live.get(name, 0)
             if live != count:
                 raise ValueError(
-                    f"{phase.name}: slot {name!r} holds {live or 0} live entries, {count} are needed "
+                    f"{phase.name}: slot {name!r} holds {live} live entries, {count} are needed "
                     f"for {rows} rows and {tokens} tokens; pass it as an input or run the phase that makes it"
                 )
 

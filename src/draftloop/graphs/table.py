@@ -263,15 +263,16 @@ class GraphTable:
         *,
         tokens: int | None = None,
         rows_across_ranks: int | None = None,
+        tokens_across_ranks: int | None = None,
     ) -> dict[str, Tensor]:
         """Run a phase for `rows` live rows and return views of its outputs' live part.
 
         A slot that is not among `inputs` is read as an earlier phase (or `buffers.write`) left it.
         The views are overwritten by the next run of any phase with an output of that name.
 
-        `rows_across_ranks` is what the ranks agreed on: the rows of the one that has most. All of
-        them then run the graph of that size, or all run eager; a rank may have no live row at all.
-        The size of a ragged graph is its tokens, which ranks agree on by other means.
+        `rows_across_ranks` is what the ranks agreed on: the rows of the one that has most; of a ragged phase
+        `tokens_across_ranks`. All of them then run the graph of that size, or all run eager, padded to that size:
+        a rank may have no live row at all.
 
         Raises ValueError for unknown inputs, or slots that hold another number of entries;
         GraphError if there is no graph for this size and the phase, or the user, forbids eager, or if
@@ -286,11 +287,11 @@ class GraphTable:
             if slot not in phase.slots:
                 raise ValueError(f"{name} has no slot {slot!r}; it takes {sorted(phase.slots)}")
             self.buffers.write(slot, value)
-        agreed = max(rows, rows_across_ranks or 0)
-        key = self.key_for(name, agreed, live_tokens)
+        agreed = max(rows, rows_across_ranks or 0), max(live_tokens, tokens_across_ranks or 0)
+        key = self.key_for(name, *agreed)
         self._check_inputs(phase, rows, live_tokens)
         if key is None:
-            self._run_eager(state, rows, live_tokens, agreed)
+            self._run_eager(state, (rows, live_tokens), agreed)
         else:
             entry = self._stage(key, rows, live_tokens)
             if entry.program is None:
@@ -344,14 +345,22 @@ class GraphTable:
             entry.program.poison()
         return entry
 
-    def _run_eager(self, state: _PhaseState, rows: int, tokens: int, agreed: int) -> None:
-        phase = state.phase
-        why = self._why_eager(state, agreed, tokens if phase.ragged else None)
+    def _run_eager(self, state: _PhaseState, live: tuple[int, int], agreed: tuple[int, int]) -> None:
+        """Run the phase as it is, at the size that the ranks agreed on."""
+        phase, (rows, tokens) = state.phase, agreed
+        if not phase.ragged:
+            tokens = rows * (phase.tokens_per_row or 1)
+        why = self._why_eager(state, rows, tokens if phase.ragged else None)
         if GraphMode.NONE not in phase.modes:
             raise GraphError(f"{phase.name}: {why}, and the phase does not allow eager")
         if self.require_graphs and self._owes_graphs(state):
             raise GraphError(f"--require-graphs: {phase.name} would run eager: {why}")
+        if self._owes_graphs(state) and self.key_for(phase.name, *live) is not None:
+            why += ", on another rank"
         state.eager_runs[why] = state.eager_runs.get(why, 0) + 1
+        if (rows, tokens) != live:
+            rows = max(rows, 1)  # tokens of no row need one to be padding of
+            self.buffers.pad(phase, live, (rows, tokens), poison=self.poison)
         with torch.inference_mode():
             self._call(phase.name, rows, tokens, in_place)
 

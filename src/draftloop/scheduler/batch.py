@@ -191,8 +191,6 @@ class StepPlan:
 
     chunks: tuple[Chunk, ...]
     decodes: tuple[Sequence, ...]
-    rows_across_ranks: int | None = None
-    """Decoding rows of the rank that has most of them, where several ranks step together."""
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.decodes)
