@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,10 @@ class StepShape:
 
     @classmethod
     def from_ints(cls, values: Sequence[int]) -> StepShape:
-        kinds = [type(field.default) for field in fields(cls)]
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: kind(value) for name, kind, value in zip(names, kinds, values, strict=True)})
+        values_by_name: dict[str, Any] = {
+            field.name: type(field.default)(value) for field, value in zip(fields(cls), values, strict=True)
+        }
+        return cls(**values_by_name)
 
 
 NO_STEP = StepShape()
