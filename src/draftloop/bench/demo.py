@@ -44,10 +44,11 @@ class Pass:
 class Demo:
     """Answers prompts with speculation, then again without, and tells the difference."""
 
-    def __init__(self, llm: LLM, sampling: SamplingParams, *, speculative: bool) -> None:
+    def __init__(self, llm: LLM, sampling: SamplingParams, *, speculative: bool, lora: str | None = None) -> None:
+        """`lora` names the adapter that answers."""
         self.llm = llm
         self.sampling = sampling
-        self.speculative = speculative
+        self.speculative, self.lora = speculative, lora
         self.main = Pass()
         self.plain: Pass | None = None
 
@@ -69,7 +70,8 @@ class Demo:
         """First uses record graphs and fault in weights; neither pass of a comparison should pay for that."""
         params = dataclasses.replace(self.sampling, max_tokens=8)
         for speculation in dict.fromkeys((self.speculative, False)):
-            self.llm.generate("one two three one two three one two", params, speculation=speculation)
+            text = "one two three one two three one two"
+            self.llm.generate(text, params, speculation=speculation, lora_request=self.lora)
         self.llm.reset_graph_counts()
 
     def print_summary(self) -> None:
@@ -130,7 +132,8 @@ class Demo:
         done = Pass()
         for item in inputs:
             start = time.perf_counter()
-            last = follow(self.llm.stream(item, self.sampling, speculation=speculation), write)
+            outputs = self.llm.stream(item, self.sampling, speculation=speculation, lora_request=self.lora)
+            last = follow(outputs, write)
             done.seconds += time.perf_counter() - start
             done.outputs.append(last)
         return done

@@ -19,6 +19,7 @@ from draftloop.bench.demo import Demo, follow, write_now
 from draftloop.cli.bench import bench
 from draftloop.cli.options import (
     FLAG,
+    LORA,
     NAMES,
     PROMPT,
     at_least_one,
@@ -88,6 +89,7 @@ def run(
     *,
     prompt: Annotated[tuple[str, ...], PROMPT] = (),
     raw: FLAG = False,
+    lora: LORA = None,
     compare: bool = True,
     json: FLAG = False,
 ) -> None:
@@ -110,7 +112,7 @@ def run(
     config, sampling = _split(values)
     llm = _open(config)
     try:
-        demo = Demo(llm, sampling, speculative=config.speculation is not None)
+        demo = Demo(llm, sampling, speculative=config.speculation is not None, lora=lora)
         demo.run(prompt or (DEMO_PROMPT,), raw=raw, compare=compare, write=None if json else write_now)
         demo.print_json() if json else demo.print_summary()
     finally:
@@ -118,7 +120,7 @@ def run(
 
 
 @command(app, "chat", _CONVERSATION)
-def chat(values: dict[str, Any], *, system: str | None = None) -> None:
+def chat(values: dict[str, Any], *, system: str | None = None, lora: LORA = None) -> None:
     """Talk to a model. /reset starts over; /exit, or end of input, leaves.
 
     Parameters
@@ -139,7 +141,7 @@ def chat(values: dict[str, Any], *, system: str | None = None) -> None:
                 continue
             messages.append({"role": "user", "content": text})
             try:
-                output = follow(llm.stream(messages, sampling), write_now)
+                output = follow(llm.stream(messages, sampling, lora_request=lora), write_now)
             except RequestError as error:  # such as a conversation that grew too long
                 messages.pop()
                 print(f"{error} (/reset starts over)", file=sys.stderr)

@@ -30,6 +30,10 @@ _SPECULATION = Group.create_ordered("Speculation")
 _SAMPLING = Group.create_ordered("Sampling")
 
 
+_SEVERAL = {"lora_modules"}
+"""Lists of texts that may follow their option all at once: what else follows is no such text, and refused."""
+
+
 def _list_of(kind: type, what: str) -> Parameter:
     """An option that takes `1,8,32` and `1 8 32` alike."""
 
@@ -44,6 +48,7 @@ def _list_of(kind: type, what: str) -> Parameter:
 
 
 FLAG = Annotated[bool, Parameter(negative="", show_default=False)]
+LORA = Annotated[str | None, Parameter(help="The adapter that answers: one of --lora-modules.")]
 PROMPT = Parameter(name=["--prompt", "-p"], negative="", show_default=False, allow_leading_hyphen=True)
 NUMBERS = _list_of(int, "whole numbers, such as 1,8,32")
 DECIMALS = _list_of(float, "numbers, such as 0,1")
@@ -56,7 +61,8 @@ def make_option(name: str, annotation: Any, default: Any, group: Group, help: st
     if default is False:  # a flag that is off needs no --no-enforce-eager
         extra = Parameter(group=group, help=help, negative="", show_default=False)
     if annotation == tuple[str, ...]:  # given more than once, rather than emptied by an --empty-.. flag
-        extra = Parameter(group=group, help=help, negative="", show_default=False)
+        several = name in _SEVERAL
+        extra = Parameter(group=group, help=help, negative="", show_default=False, consume_multiple=several)
     numbers = (NUMBERS,) if tuple[int, ...] in (annotation, *typing.get_args(annotation)) else ()
     full = Annotated[(annotation, *numbers, extra)]  # pyrefly: ignore[invalid-annotation]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=full)

@@ -27,7 +27,8 @@ def admin_router(serving: Serving) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [_card(serving, name, started) for name in serving.names]})
+        names = (*serving.names, *serving.adapters)
+        return JSONResponse({"object": "list", "data": [_card(serving, name, started) for name in names]})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
@@ -123,14 +124,14 @@ def admin_router(serving: Serving) -> APIRouter:
 
 
 def _card(serving: Serving, name: str, created: int) -> dict[str, Any]:
-    client = serving.client
+    client, adapter = serving.client, serving.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "draftloop",
-        "root": client.config.model,
-        "parent": None,
+        "root": adapter or client.config.model,
+        "parent": serving.names[0] if adapter else None,
         "max_model_len": client.ready.max_model_len if client.has_started else None,
         "permission": [],
     }

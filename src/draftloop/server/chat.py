@@ -167,7 +167,7 @@ class _Chat:
         self._parsers = [plan.parser() for _ in reply.answers]
         self._num_calls = [0] * len(reply.answers)
         self._names = TokenNames(as_ids=body.return_tokens_as_token_ids)
-        self._head = {"id": reply.id, "created": reply.created, "model": serving.names[0]}
+        self._head = {"id": reply.id, "created": reply.created, "model": serving.model_name(body)}
 
     # ---- streamed ---------------------------------------------------------------------------
 

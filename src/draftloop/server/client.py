@@ -231,9 +231,11 @@ class EngineClient:
         speculation: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: str | None = None,
         traced: bool = False,
     ) -> Answers:
         """Queue `params.n` answers to each prompt; all or none. `traced`: updates say where tokens came from.
+        `lora_request` names the adapter to answer with.
 
         Raises what `check_room` raises, and RequestError for what the engine refuses.
         """
@@ -250,6 +252,7 @@ class EngineClient:
                 speculation=speculation,
                 priority=priority,
                 cache_salt=cache_salt,
+                lora_request=lora_request,
                 traced=traced,
             )
             for at, prompt_ids in enumerate(prompts)

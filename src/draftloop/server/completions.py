@@ -79,7 +79,7 @@ class _Completion:
             "id": reply.id,
             "object": "text_completion",
             "created": reply.created,
-            "model": serving.names[0],
+            "model": serving.model_name(body),
         }
         self._offsets = [0] * len(reply.answers)
         """Where the text of an answer's next token begins."""

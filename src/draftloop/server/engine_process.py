@@ -23,6 +23,7 @@ from draftloop.scheduler.batch import Sequence
 from draftloop.server.messages import (
     Abort,
     Accepted,
+    AdapterCounters,
     Add,
     Ask,
     Close,
@@ -166,6 +167,7 @@ class EngineServer:
                 speculation=message.speculation,
                 priority=message.priority,
                 cache_salt=message.cache_salt,
+                lora_request=message.lora_request,
                 traced=message.traced,
             )
         except RequestError as error:
@@ -216,6 +218,14 @@ class EngineServer:
             num_draft_tokens=stats.num_draft_tokens,
             num_accepted_tokens=stats.num_accepted_tokens,
             acceptance_histogram=stats.histogram,
+            by_adapter={
+                name: AdapterCounters(
+                    num_spec_steps=part.num_spec_steps,
+                    num_draft_tokens=part.num_draft_tokens,
+                    num_accepted_tokens=part.num_accepted_tokens,
+                )
+                for name, part in stats.by_adapter.items()
+            },
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_compiling=len(self._compiling),

@@ -20,6 +20,7 @@ class Add(msgspec.Struct, tag=True, kw_only=True):
     speculation: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    lora_request: str | None = None
     traced: bool = False
     """Send `Update.traced`."""
 
@@ -145,6 +146,14 @@ def merge(updates: list[Update]) -> Update:
     )
 
 
+class AdapterCounters(msgspec.Struct, kw_only=True):
+    """The part of one adapter's requests."""
+
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
 class Counters(msgspec.Struct, kw_only=True):
     """The engine's counters since its start, and what it holds now."""
 
@@ -156,6 +165,7 @@ class Counters(msgspec.Struct, kw_only=True):
     num_accepted_tokens: int = 0
     acceptance_histogram: list[int] = []
     """Drafted steps that accepted 0, 1, .. K drafts."""
+    by_adapter: dict[str, AdapterCounters] = {}
     num_running: int = 0
     num_waiting: int = 0
     num_compiling: int = 0

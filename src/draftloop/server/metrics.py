@@ -6,7 +6,7 @@ ended) is observed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from draftloop.server.client import EngineClient
-from draftloop.server.messages import Ending
+from draftloop.server.messages import AdapterCounters, Ending
 
 LABELS = ("model_name", "engine")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -135,6 +135,7 @@ class _EngineCollector(Collector):
         for position, count in enumerate(c.accepted_per_position):
             per_position.add_metric([*self._labels, str(position)], count)
         yield per_position
+        yield from self._by_adapter(c.by_adapter)
         yield self._counter(
             "draftloop:steps_without_drafts",
             "Steps of speculating requests for which nothing was drafted.",
@@ -167,6 +168,18 @@ class _EngineCollector(Collector):
             yield self._gauge("draftloop:spec_k", "Drafts in a block, K.", self._client.ready.num_spec_tokens)
         if self.graphs is not None:
             yield from self._graph_runs(self.graphs["rows"])
+
+    def _by_adapter(self, parts: Mapping[str, AdapterCounters]) -> Iterator[Metric]:
+        for name, count, what in (
+            ("drafts", "num_spec_steps", "Verified blocks of drafts of an adapter's requests."),
+            ("draft_tokens", "num_draft_tokens", "Drafts verified for an adapter's requests."),
+            ("accepted_tokens", "num_accepted_tokens", "Drafts accepted for an adapter's requests."),
+        ):
+            made = CounterMetricFamily(f"draftloop:adapter_num_{name}", what, labels=[*LABELS, "adapter"])
+            for adapter, part in parts.items():
+                made.add_metric([*self._labels, adapter], getattr(part, count))
+            if parts:
+                yield made
 
     def _cache(self, num_pages_in_use: int) -> Iterator[Metric]:
         ready = self._client.ready

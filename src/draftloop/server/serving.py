@@ -47,6 +47,9 @@ class Serving:
     def __init__(self, client: EngineClient, options: ServerOptions) -> None:
         self.client, self.options = client, options
         self.names = options.served_model_name or (client.config.model,)
+        self.adapters = client.config.adapters
+        if taken := self.adapters.keys() & set(self.names):
+            raise ConfigError(f"lora_modules names {min(taken)!r}, as the model is called; rename the adapter")
         self.metrics = Metrics(client, self.names[0])
         self.chat_template = read_template(options.chat_template)
         if self.chat_template is not None:
@@ -82,9 +85,17 @@ class Serving:
         return usable
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
-            known = ", ".join(self.names)
+        if name is not None and name not in self.names and name not in self.adapters:
+            known = ", ".join((*self.names, *self.adapters))
             raise ApiError(404, f"there is no model {name!r}; known: {known}", param="model", code="model_not_found")
+
+    def adapter(self, request: Sampling) -> str | None:
+        """The adapter that a request names as its model."""
+        return request.model if request.model in self.adapters else None
+
+    def model_name(self, request: Sampling) -> str:
+        """What answers to a request say of the model."""
+        return self.adapter(request) or self.names[0]
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt."""
@@ -121,6 +132,7 @@ class Serving:
             speculation=request.speculative.enabled,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            lora_request=self.adapter(request),
             traced=request.return_token_sources,
         )
         return Reply(id, answers, params, self.metrics, self._observer(http))
