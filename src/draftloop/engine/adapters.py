@@ -11,12 +11,19 @@ import torch
 
 from draftloop.config.engine import EngineConfig
 from draftloop.errors import ConfigError, RequestError, nearest
+from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import Decoder
-from draftloop.models.lora import load_adapter, make_room
+from draftloop.models.lora import check_lora, load_adapter, make_room
 from draftloop.request import LoRARequest
 from draftloop.scheduler.batch import Adapter
 
 logger = logging.getLogger(__name__)
+
+
+def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for adapters that are asked for and cannot be served, before any weights are read."""
+    if config.enable_lora:
+        check_lora(model, [Path(path).expanduser() for path in config.adapters.values()], max_rank=config.max_lora_rank)
 
 
 class Adapters:
@@ -29,15 +36,10 @@ class Adapters:
         self._places = make_room(model, num_adapters=self.max_loras, rank=self.max_rank)
         self._loaded: dict[str, tuple[Adapter, str]] = {}
         """By name, with the folder; who was used least recently is the first."""
-        self._paths = dict(config.adapters)
+        self._paths = config.adapters
         self._numbers = itertools.count(1)
         for name, path in self._paths.items():
             self._load(name, path, slot=len(self._loaded) + 1)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of those that can be asked for by name alone."""
-        return tuple(self._paths)
 
     def find(self, asked: LoRARequest | str, in_use: Collection[Adapter | None]) -> Adapter:
         """The adapter of a request, which is loaded where it is not there yet, in the place of one that is not in use.

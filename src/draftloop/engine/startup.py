@@ -21,7 +21,7 @@ from draftloop.config.env import Environment
 from draftloop.config.resolve import Facts, Resolved, resolve
 from draftloop.drafters.base import Drafter, Target, drafter_class
 from draftloop.drafters.made_for import warn_of_other_target
-from draftloop.engine.adapters import Adapters
+from draftloop.engine.adapters import Adapters, check_adapters
 from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
 from draftloop.engine.iteration import iteration_phases
@@ -91,6 +91,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         config.model, revision=config.revision, download_dir=config.download_dir, load_format=config.load_format
     )
     model_config = load_config(source, quantization=config.quantization)
+    check_adapters(config, model_config)
     spec = config.speculation
     drafter_type = drafter_class(spec) if spec else None
     resolved = resolve(

@@ -9,7 +9,7 @@ Shape suffixes: J rank, K input columns, N output columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,11 @@ from torch import Tensor
 
 from draftloop.errors import ConfigError
 from draftloop.kernels.lora import LoraStack
+from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import Decoder
 from draftloop.models.dense import DenseDecoder
+from draftloop.models.fallback_config import FallbackConfig
+from draftloop.models.gemma4_config import Gemma4Config
 from draftloop.models.layers import GatedMLP
 from draftloop.models.resolve import read_json
 from draftloop.models.tensors import FLOAT_TYPES, Tensors, open_tensors
@@ -65,12 +68,8 @@ def make_room(model: Decoder, *, num_adapters: int, rank: int) -> dict[str, Plac
 
     Raises ConfigError for a model whose layers cannot have any.
     """
-    config = model.config
-    if not isinstance(model, DenseDecoder) or config.interleaved_rope:
-        raise ConfigError(
-            f"enable_lora is set, but layers of {config.architecture} cannot have adapters; leave it out, or merge the "
-            "adapter into the model's weights"
-        )
+    if not isinstance(model, DenseDecoder):
+        raise cannot_adapt(model.config)
     device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
     places: dict[str, Place] = {}
 
@@ -93,15 +92,28 @@ def make_room(model: Decoder, *, num_adapters: int, rank: int) -> dict[str, Plac
     return places
 
 
+def check_lora(config: ModelConfig, folders: Iterable[Path], *, max_rank: int) -> None:
+    """What can be told before any weights are read. Raises ConfigError for a model or adapter that cannot be served."""
+    if isinstance(config, FallbackConfig | Gemma4Config) or config.interleaved_rope:
+        raise cannot_adapt(config)
+    for folder in folders:
+        read_lora_config(folder, max_rank=max_rank)
+
+
+def cannot_adapt(config: ModelConfig) -> ConfigError:
+    """The error about a model whose layers have no room for adapters."""
+    return ConfigError(
+        f"enable_lora is set, but layers of {config.architecture} cannot have adapters; leave it out, or merge the "
+        "adapter into the model's weights"
+    )
+
+
 def load_adapter(folder: Path, places: Mapping[str, Place], number: int, *, max_rank: int) -> None:
     """Fill what there is room for with the adapter in `folder`, as the one of this number; numbers count from 1.
 
     Raises ConfigError for files that are missing or damaged, and what is not supported or does not fit, before anything
     is changed.
     """
-    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        pickled = ", and only pickled weights" if (folder / "adapter_model.bin").is_file() else ""
-        raise ConfigError(f"{folder} is no adapter{pickled}: it must be a folder with {CONFIG} and {WEIGHTS}")
     config = read_lora_config(folder, max_rank=max_rank)
     with open_tensors([folder / WEIGHTS]) as tensors:
         pairs = _pairs(tensors, places, config, folder)
@@ -114,8 +126,11 @@ def load_adapter(folder: Path, places: Mapping[str, Place], number: int, *, max_
 
 
 def read_lora_config(folder: Path, *, max_rank: int) -> LoraConfig:
-    """Raises ConfigError naming the first setting that is not supported."""
+    """Raises ConfigError for a folder that is no adapter's, and naming the first setting that is not supported."""
     path = folder / CONFIG
+    if not path.is_file() or not (folder / WEIGHTS).is_file():
+        pickled = ", but has pickled weights" if (folder / "adapter_model.bin").is_file() else ""
+        raise ConfigError(f"{folder} is no adapter: it must be a folder with {CONFIG} and {WEIGHTS}{pickled}")
     settings = read_json(path)
 
     def need(ok: bool, name: str, limit: str) -> None:
