@@ -49,13 +49,17 @@ class FakeLLM:
         self.streamed: list[tuple[Any, SamplingParams, bool]] = []
         self.closed = False
         self.warmed: list[bool] = []
+        self.adapters: set[str | None] = set()
         self.counts_are_new = False
 
     def reset_prefix_cache(self) -> bool:
         return True
 
-    def generate(self, prompt: str, sampling_params: SamplingParams, *, speculation: bool = True) -> None:
+    def generate(
+        self, prompt: str, sampling_params: SamplingParams, *, speculation: bool, lora_request: str | None
+    ) -> None:
         assert not self.streamed, "warm-up comes first"
+        self.adapters.add(lora_request)
         self.warmed.append(speculation)
 
     def reset_graph_counts(self) -> None:
@@ -69,7 +73,10 @@ class FakeLLM:
     def get_tokenizer(self) -> Any:
         return types.SimpleNamespace(chat_template="{{ messages }}")
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams, speculation: bool = True):
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams, speculation: bool = True, lora_request: str | None = None
+    ):
+        self.adapters.add(lora_request)
         if prompt == "" or (isinstance(prompt, list) and prompt[-1]["content"] == "too long"):
             raise RequestError("the prompt is too long")
         self.streamed.append(([*prompt] if isinstance(prompt, list) else prompt, sampling_params, speculation))
@@ -149,6 +156,15 @@ def test_a_shipped_drafter_drafts_for_its_target(arguments, drafter, monkeypatch
     assert spec is not None
     assert (spec.method, spec.model) == (("eagle3", drafter) if drafter else ("ngram", None))
     assert spec.num_speculative_tokens == (3 if drafter and not arguments else 2 if drafter else 4)
+
+
+@pytest.mark.parametrize("given", [["b=y", "c=z"], ["b=y", "--lora-modules", '{"name": "c", "path": "z"}']])
+def test_an_adapter_answers_where_one_is_named(given):
+    arguments = ["--enable-lora", "--max-loras", "2", "--lora-modules", *given, "--lora", "c"]
+    cli.main(["run", "some/model", "--prompt", "Count.", *arguments])
+    (llm,) = FakeLLM.made
+    assert llm.config.adapters == {"b": "y", "c": "z"}
+    assert llm.adapters == {"c"}
 
 
 def test_run_as_json(capsys):
