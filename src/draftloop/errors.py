@@ -29,6 +29,10 @@ class CapacityError(DraftloopError, RuntimeError):
     """Memory does not suffice; the message says how much is needed and what to change."""
 
 
+class RankError(DraftloopError, RuntimeError):
+    """A rank that this one computes with is gone, or does not answer; the message says why."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """End of a sentence about an unknown name: `"; did you mean 'x'?"`, or a mere full stop."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -41,6 +41,10 @@ class EngineConfig:
     """Type of weights and activations; auto: float32 on a CPU, the model's own on a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes the GPU if there is one."""
+    tensor_parallel_size: int = 1
+    """GPUs that share the model, each with a part of every layer; one process runs on each."""
+    pipeline_parallel_size: int = 1
+    """Groups of GPUs that share the layers; 1, since this engine divides layers alone."""
     seed: int = 0
     """Seed of the requests that bring none."""
     deterministic: bool = False
@@ -115,6 +119,9 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             self._need(value is None or value >= 1, name, "an integer >= 1")
+        self._need(self.tensor_parallel_size >= 1, "tensor_parallel_size", "an integer >= 1")
+        limit = "1; raise tensor_parallel_size to have more GPUs share a model"
+        self._need(self.pipeline_parallel_size == 1, "pipeline_parallel_size", limit)
         self._need(self.max_logprobs >= 0, "max_logprobs", "an integer >= 0")
         self._need(self.max_loras >= 1, "max_loras", "an integer >= 1")
         self._need(self.max_lora_rank in LORA_RANKS, "max_lora_rank", "a power of 2 from 8 to 512")

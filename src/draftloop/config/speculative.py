@@ -14,6 +14,7 @@ from draftloop.errors import ConfigError
 MAX_SPECULATIVE_TOKENS = 32
 
 _PREFIX = "speculative_config key "
+_DRAFT_TP = "draft_tensor_parallel_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,9 @@ class SpeculativeConfig:
     """cascade: configurations of several drafters; each row takes the drafts of the first that has any for it."""
     model: str | None = None
     """The drafter's model: hub id, folder or alias."""
+    draft_tensor_parallel_size: int | None = None
+    """GPUs that share the drafter: as many as share the target, or 1, where each of those has all of it. Left out: as
+    many, where they divide it."""
     num_speculative_tokens: int | None = None
     """Tokens drafted per step, 0 to 32; 0 turns speculation off. With a tree it may be left out."""
     speculative_token_tree: tuple[Choice, ...] | None = None
@@ -124,7 +128,7 @@ class SpeculativeConfig:
         self._need(fits, "num_speculative_tokens", "in [0, 32]")
         if self.method is None and self.model is None and num != 0:
             raise ConfigError("speculative_config names neither a method nor a model; give one, or leave it out")
-        for name in ("prompt_lookup_min", "prompt_lookup_max", "max_model_len", "shard_tokens"):
+        for name in ("prompt_lookup_min", "prompt_lookup_max", "max_model_len", "shard_tokens", _DRAFT_TP):
             value = getattr(self, name)
             self._need(value is None or value >= 1, name, "an integer >= 1")
         if any(part.tree is not None for part in self.drafters or ()):

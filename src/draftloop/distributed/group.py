@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.opaque import define
+from draftloop.observability.log import get_logger
+
+logger = get_logger(__name__)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -158,10 +161,11 @@ ALONE = Group()
 def join(store: Store, rank: int, size: int, device: torch.device) -> Group:
     """Make this process a rank of `size`, all of which meet at `store`; with a GPU, that of `device`.
 
-    A process is in one such group at a time: `leave` ends it.
+    A process is in one such group at a time: `leave` ends it, and so does joining another.
     """
     from torch.distributed import group, init_process_group
 
+    leave()
     on_gpu = device.type == "cuda"
     init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -171,7 +175,24 @@ def join(store: Store, rank: int, size: int, device: torch.device) -> Group:
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    return Group(group.WORLD)
+    assert group.WORLD is not None
+    whole = Group(group.WORLD)
+    return Group(group.WORLD, _symmetric(group.WORLD, whole, device)) if on_gpu else whole
+
+
+def _symmetric(process_group: ProcessGroup, whole: Group, device: torch.device) -> SymmetricMemory | None:
+    """None, and one line in the log, where some rank has none."""
+    from draftloop.distributed.symmetric import SymmetricMemory
+
+    symmetric, why = None, "another rank cannot"
+    try:
+        symmetric = SymmetricMemory(process_group, device)
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+    if whole.min([symmetric is not None])[0]:
+        return symmetric
+    logger.warning("GPUs do not read each other's memory, all that they exchange goes through NCCL: %s", why)
+    return None
 
 
 def leave() -> None:

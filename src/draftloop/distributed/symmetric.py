@@ -21,6 +21,7 @@ ONE_SHOT_BYTES = 256 << 10
 SUMMED = (torch.float32, torch.bfloat16)
 """Types that the kernels add up."""
 ALIGNMENT = 16
+NUM_WORDS = 512
 
 
 class SymmetricMemory:
@@ -34,6 +35,15 @@ class SymmetricMemory:
         self._name = process_group.group_name
         self._bytes = symm_mem.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._bytes, process_group)
+        self._words = symm_mem.empty(NUM_WORDS, dtype=torch.int64, device=device).zero_()
+        self._words_handle = symm_mem.rendezvous(self._words, process_group)
+        self._words_handle.barrier(channel=0)  # nobody writes to them before all are zero
+        torch.cuda.synchronize(device)
+
+    @property
+    def word_addresses(self) -> int:
+        """On the device: the address of each rank's first word, which others may write to; zero at first."""
+        return self._words_handle.buffer_ptrs_dev
 
     def takes(self, x: Tensor) -> bool:
         """Whether x fits."""

@@ -7,6 +7,7 @@ so nobody outside of this package needs to know which drafter it has.
 from __future__ import annotations
 
 import functools
+import logging
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from draftloop.config.draft_tree import DraftTree
 from draftloop.config.speculative import SpeculativeConfig
+from draftloop.distributed.group import ALONE, Group
 from draftloop.errors import ConfigError, check_known
 from draftloop.graphs.phase import Phase
 from draftloop.kvcache.pool import CacheSpec
@@ -28,7 +30,10 @@ from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import Decoder, LayerCaches
 from draftloop.models.resolve import LoadFormat
+from draftloop.models.shards import why_not_divided
 from draftloop.request import SpeculativeParams
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "draftloop.drafters"
 """Group of the entry points by which other packages bring drafters along."""
@@ -47,7 +52,9 @@ ACCEPTANCE_KEYS = frozenset(
 )
 """Keys of the speculative configuration that say how drafts are accepted."""
 
-COMMON_KEYS = frozenset({"method", "num_speculative_tokens", "parallel_drafting"}) | ACCEPTANCE_KEYS
+COMMON_KEYS = (
+    frozenset({"method", "num_speculative_tokens", "parallel_drafting", "draft_tensor_parallel_size"}) | ACCEPTANCE_KEYS
+)
 """Keys of the speculative configuration that every drafter takes."""
 
 
@@ -71,6 +78,8 @@ class Target:
     """Of its caches; those of the drafter are of its own dtype."""
     load_format: LoadFormat
     seed: int
+    group: Group = ALONE
+    """Ranks among which the target is divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +267,23 @@ class Drafter(ABC):
 
     def close(self) -> None:
         """The engine is closed: finish what is written."""
+
+
+def draft_group(spec: SpeculativeConfig, target: Target, model: ModelConfig) -> Group:
+    """The ranks among which a drafter's layers are divided: the target's, or each has all of them.
+
+    Raises ConfigError where so many cannot divide them, or that is not what was asked for.
+    """
+    asked, size = spec.draft_tensor_parallel_size, target.group.size
+    if size == 1 or asked == 1:
+        return ALONE
+    why = why_not_divided(model, size) or ("its weights are quantised" if model.quantisation else "")
+    if not why:
+        return target.group
+    if asked is not None:
+        raise ConfigError(f"draft_tensor_parallel_size is {asked}, but {why} of {str(spec.model)!r}; say 1")
+    logger.info("every rank has all of %s: %d ranks cannot divide it, since %s", spec.model, size, why)
+    return ALONE
 
 
 def sampled_name(phase: str, sampled: bool) -> str:

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.distributed.group import ALONE, Group
 from draftloop.drafters.dflash_config import DFlashConfig
 from draftloop.drafters.dflash_files import MASK_EMBEDDING
 from draftloop.drafters.dspark_model import DSparkHeads
@@ -24,6 +25,7 @@ from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.models.layers import Attention, DecoderLayer, parameter
 from draftloop.models.rope import cos_sin_table
+from draftloop.models.shards import Plain, head_logits, num_vocabulary_rows, own_rows, shard, share, vocabulary
 from draftloop.models.weights import plain
 
 
@@ -43,9 +45,11 @@ class DFlashModel(torch.nn.Module):
         max_positions: int,
         embed_tokens: Tensor,
         lm_head: Tensor,
+        group: Group = ALONE,
     ) -> None:
+        """`group`: ranks among which layers and output head are divided. `backend` attends for one rank's heads."""
         super().__init__()
-        self.config, self.backend = config, backend
+        self.config, self.backend, self.group = config, backend, group
         model, width = config.model, config.model.hidden_size
 
         def make(*shape: int) -> torch.nn.Parameter:
@@ -53,10 +57,14 @@ class DFlashModel(torch.nn.Module):
 
         # plain attributes where borrowed: what is not ours is neither counted nor filled
         self.embed_tokens = make(model.vocab_size, width) if config.own_embeddings else embed_tokens.detach()
-        self.lm_head = make(config.draft_vocab_size, width) if config.own_head else lm_head.detach()
+        self.num_draft_ids = config.draft_vocab_size
+        rows = num_vocabulary_rows(config.draft_vocab_size, group)
+        self.lm_head = make(rows, width) if config.own_head else lm_head.detach()
         self.fc = make(width, config.aux_width)
         self.hidden_norm = make(width)
-        self.decoder_layers = tuple(DecoderLayer(model, i, device=device, dtype=dtype) for i in range(model.num_layers))
+        self.decoder_layers = tuple(
+            DecoderLayer(model, i, device=device, dtype=dtype, group=group) for i in range(model.num_layers)
+        )
         self.layers = torch.nn.ModuleList(self.decoder_layers)
         self.final_norm = make(width)
         self.heads: DSparkHeads | None = None
@@ -76,8 +84,11 @@ class DFlashModel(torch.nn.Module):
 
         Raises ConfigError for an embedding of another width.
         """
-        if self.target_ids_W is not None and not self.config.own_head:
-            self.lm_head = self.lm_head.index_select(0, self.target_ids_W)
+        if not self.config.own_head:
+            head_WC = self.lm_head
+            head_WC = head_WC if self.target_ids_W is None else head_WC.index_select(0, self.target_ids_W)
+            self.num_draft_ids = head_WC.shape[0]
+            self.lm_head = own_rows(head_WC, self.group)
         if mask_C is None:
             assert self.config.mask_token_id is not None
             mask_C = self.embed_tokens[self.config.mask_token_id]
@@ -126,7 +137,7 @@ class DFlashModel(torch.nn.Module):
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """[T, C] -> [T, W]; entry i stands for the target's id `target_ids_W[i]`, or i where there is no map."""
-        return linear(hidden_TC, self.lm_head)
+        return head_logits(hidden_TC, self.lm_head, self.group, self.num_draft_ids)
 
     def context_cost(self) -> Cost:
         """What `write_context` must read and compute."""
@@ -138,17 +149,17 @@ class DFlashModel(torch.nn.Module):
         """What one pass over a block with its logits must read and compute."""
         model = self.config.model
         num_weights = sum(p.numel() for p in self.layers.parameters()) + self.lm_head.numel()
-        cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+        cache = share(model, self.group.size).kv_elements_per_token
         return Cost(
             weight_bytes=num_weights * self.fc.dtype.itemsize,
             cache_bytes=cache * self.backend.shape.kv_dtype.itemsize,
             flops=2 * num_weights,
         )
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Plain]:
         """Plain tensor name -> the weight, or part of a fused one, that it fills; `d2t` is not among them."""
         config = self.config
-        found: dict[str, Tensor] = {
+        found: dict[str, Plain] = {
             "fc.weight": self.fc,
             "hidden_norm.weight": self.hidden_norm,
             "norm.weight": self.final_norm,
@@ -156,7 +167,7 @@ class DFlashModel(torch.nn.Module):
         if config.own_embeddings:
             found["embed_tokens.weight"] = self.embed_tokens
         if config.own_head:
-            found["lm_head.weight"] = self.lm_head
+            found["lm_head.weight"] = shard(self.lm_head, vocabulary(self.num_draft_ids, self.group))
         if self.heads:
             found |= self.heads.destinations()
         for index, layer in enumerate(self.decoder_layers):
@@ -170,7 +181,8 @@ class DFlashModel(torch.nn.Module):
                 attention = layer.attention
                 for kind, fused in (("weight", attention.qkv_weight), ("bias", attention.qkv_bias)):
                     if isinstance(fused, Tensor):
-                        parts[f"layers.{index}.self_attn.qkv_proj.{kind}"] = fused
+                        whole = attention.slices.get("qkv_weight")
+                        parts[f"layers.{index}.self_attn.qkv_proj.{kind}"] = shard(fused, whole)
             found |= parts
         return found
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.attention.registry import attention_backend
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
+from draftloop.drafters.base import Drafter, Rounds, Target, draft_group, sampled_name
 from draftloop.drafters.files import read_shapes
 from draftloop.drafters.kinds import check_kind, plain_name
 from draftloop.drafters.write import write_next
@@ -30,6 +30,7 @@ from draftloop.kvcache.rows import RowState
 from draftloop.models.decoder import Decoder, LayerCaches, attention_shapes, cache_specs
 from draftloop.models.loader import load_config, load_model, resolve_model
 from draftloop.models.resolve import read_json
+from draftloop.models.shards import share
 from draftloop.models.vocabulary import same_tokenizer
 
 MAX_VOCAB_PADDING = 1024
@@ -59,6 +60,9 @@ class DraftModelDrafter(Drafter):
         self._check_kind()
         self.config = load_config(self.source, quantization=spec.quantization)
         self._check_vocabulary()
+        self.group = draft_group(spec, target, self.config)
+        self.layers = share(self.config, self.group.size)
+        """Their sizes on this rank."""
         if self.config.max_position_embeddings < target.max_model_len:
             raise ConfigError(
                 f"draft model {spec.model!r} takes {self.config.max_position_embeddings} tokens, but the engine's "
@@ -86,7 +90,7 @@ class DraftModelDrafter(Drafter):
 
     def load(self, *, progress: bool) -> None:
         target = self.target
-        shapes = attention_shapes(self.config, page_size=target.page_size, dtype=target.dtype)
+        shapes = attention_shapes(self.layers, page_size=target.page_size, dtype=target.dtype)
         for shape in shapes:
             self.backend_class.check(shape, target.device.type)
         self.model = load_model(
@@ -98,11 +102,12 @@ class DraftModelDrafter(Drafter):
             max_positions=target.max_positions,
             load_format=self.load_format,
             seed=target.seed,
+            group=self.group,
             show_progress=progress,
         )
 
     def cache_specs(self) -> list[CacheSpec]:
-        return cache_specs(self.config, self.target.dtype)
+        return cache_specs(self.layers, self.target.dtype)
 
     def prompt_phase(self, state: RowState, kv: LayerCaches) -> Phase:
         """Over a chunk of a prompt: its keys and values."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.distributed.group import ALONE, Group
 from draftloop.drafters.eagle_config import EagleConfig
 from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
@@ -19,6 +20,7 @@ from draftloop.kernels.norm_concat import norm_concat
 from draftloop.kernels.rms_norm import Store, add_rms_norm, rms_norm
 from draftloop.models.layers import Attention, GatedMLP, parameter
 from draftloop.models.rope import cos_sin_table
+from draftloop.models.shards import Plain, head_logits, num_vocabulary_rows, own_rows, shard, share, vocabulary
 from draftloop.models.weights import plain
 
 Inputs = tuple[Tensor, Tensor]
@@ -28,7 +30,9 @@ Inputs = tuple[Tensor, Tensor]
 class EagleLayer(torch.nn.Module):
     """A decoder layer; where it is wide, attention reads embedding and hidden state side by side."""
 
-    def __init__(self, config: EagleConfig, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: EagleConfig, layer: int, *, device: torch.device, dtype: torch.dtype, group: Group
+    ) -> None:
         super().__init__()
         model, width = config.model, config.model.hidden_size
 
@@ -39,8 +43,9 @@ class EagleLayer(torch.nn.Module):
         self.eps, self.norm_before_residual = model.rms_norm_eps, config.norm_before_residual
         self.hidden_norm, self.input_norm = norm(wide), norm(config.input_norms[layer])
         self.post_norm = parameter(width, device=device, dtype=dtype)
-        self.attention = Attention(model, layer, device=device, dtype=dtype, input_size=2 * width if wide else width)
-        self.mlp = GatedMLP(model, layer, device=device, dtype=dtype)
+        inputs = 2 * width if wide else width
+        self.attention = Attention(model, layer, device=device, dtype=dtype, group=group, input_size=inputs)
+        self.mlp = GatedMLP(model, layer, device=device, dtype=dtype, group=group)
 
     @property
     def is_wide(self) -> bool:
@@ -90,7 +95,7 @@ class EagleLayer(torch.nn.Module):
     def _wide(self, wide_TC: Tensor, hidden_TC: Tensor) -> Inputs:
         return wide_TC, wide_TC[:, hidden_TC.shape[1] :] if self.norm_before_residual else hidden_TC
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
+    def destinations(self, prefix: str) -> dict[str, Plain]:
         """Plain tensor name -> the weight, or part of one, that it fills."""
         norms = {
             "hidden_norm": self.hidden_norm,
@@ -120,9 +125,11 @@ class EagleHead(torch.nn.Module):
         max_positions: int,
         embed_tokens: Tensor,
         lm_head: Tensor,
+        group: Group = ALONE,
     ) -> None:
+        """`group`: ranks among which layers and output head are divided. `backend` attends for one rank's heads."""
         super().__init__()
-        self.config, self.backend = config, backend
+        self.config, self.backend, self.group = config, backend, group
         model, width = config.model, config.model.hidden_size
 
         def make(*shape: int) -> torch.nn.Parameter:
@@ -130,14 +137,18 @@ class EagleHead(torch.nn.Module):
 
         # plain attributes where borrowed: what is not ours is neither counted nor filled
         self.embed_tokens = make(model.vocab_size, width) if config.own_embeddings else embed_tokens.detach()
-        self.lm_head = make(config.draft_vocab_size, width) if config.own_head else lm_head.detach()
+        own_rows_W = num_vocabulary_rows(config.draft_vocab_size, group)
+        self.lm_head = make(own_rows_W, width) if config.own_head else lm_head.detach()
+        self.num_draft_ids = config.draft_vocab_size
         self.fc = make(width, 2 * width if config.fuses_embedding else config.aux_width)
         self.fc_bias = make(width) if config.fc_bias else None
         self.fc_input_norm = make(config.aux_width) if config.norm_before_fc else None
         self.fc_norms = torch.nn.ParameterList(
             make(config.target_hidden_size) for _ in range(config.num_aux if config.fc_norm else 0)
         )
-        self.eagle_layers = tuple(EagleLayer(config, i, device=device, dtype=dtype) for i in range(model.num_layers))
+        self.eagle_layers = tuple(
+            EagleLayer(config, i, device=device, dtype=dtype, group=group) for i in range(model.num_layers)
+        )
         self.layers = torch.nn.ModuleList(self.eagle_layers)
         self.final_norm = make(width) if config.final_norm else None
         # without a final norm, the addition that comes with it is still to be done
@@ -149,8 +160,10 @@ class EagleHead(torch.nn.Module):
 
     def settle(self) -> None:
         """Once the weights are there: of an output head that is the target's, the rows of the draft vocabulary."""
-        if self.target_ids_W is not None and not self.config.own_head:
-            self.lm_head = self.lm_head[self.target_ids_W]
+        if not self.config.own_head:
+            head_WC = self.lm_head if self.target_ids_W is None else self.lm_head[self.target_ids_W]
+            self.num_draft_ids = head_WC.shape[0]
+            self.lm_head = own_rows(head_WC, self.group)
 
     def fuse(self, aux_TX: Tensor) -> Tensor:
         """[T, X] of the target -> [T, C], in the place of a hidden state of our own."""
@@ -208,14 +221,14 @@ class EagleHead(torch.nn.Module):
 
     def logits(self, head_input_RC: Tensor) -> Tensor:
         """[R, C] -> [R, W]; entry i stands for the target's id `target_ids_W[i]`, or i where there is no map."""
-        return linear(head_input_RC, self.lm_head)
+        return head_logits(head_input_RC, self.lm_head, self.group, self.num_draft_ids)
 
     def cost(self, *, fused: bool, tokens_per_row: int = 1) -> Cost:
         """What one pass must read and compute; `fused`: it starts with the target's states."""
         model = self.config.model
         layers, head = sum(p.numel() for p in self.layers.parameters()), self.lm_head.numel()
         fc = self.fc.numel() if fused or self.config.fuses_embedding else 0
-        cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+        cache = share(model, self.group.size).kv_elements_per_token
         # all but fc and the projections to q, k and v run for one token of a row
         early = fc + sum(layer.attention.qkv_weight.numel() for layer in self.eagle_layers)
         late = layers + fc + head - early
@@ -225,16 +238,17 @@ class EagleHead(torch.nn.Module):
             flops=2 * (early + late // tokens_per_row),
         )
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Plain]:
         """Plain tensor name -> the weight, or part of a fused one, that it fills; `d2t` is not among them."""
-        optional = {
+        optional: dict[str, Plain | None] = {
             "fc.bias": self.fc_bias,
             "input_norm.weight": self.fc_input_norm,
             "norm.weight": self.final_norm,
             "embed_tokens.weight": self.embed_tokens if self.config.own_embeddings else None,
-            "lm_head.weight": self.lm_head if self.config.own_head else None,
         }
-        found: dict[str, Tensor] = {"fc.weight": self.fc}
+        if self.config.own_head:
+            optional["lm_head.weight"] = shard(self.lm_head, vocabulary(self.num_draft_ids, self.group))
+        found: dict[str, Plain] = {"fc.weight": self.fc}
         found |= {name: weight for name, weight in optional.items() if weight is not None}
         found |= {f"fc_norm.{index}.weight": weight for index, weight in enumerate(self.fc_norms)}
         for index, layer in enumerate(self.eagle_layers):

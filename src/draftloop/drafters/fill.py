@@ -12,6 +12,7 @@ from torch import Tensor
 from draftloop.drafters.files import open_weights
 from draftloop.errors import ConfigError
 from draftloop.models.loader import DUMMY_STD
+from draftloop.models.shards import Plain, Shard, fill_random
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,7 +23,7 @@ class Head(Protocol):
     target_ids_W: Tensor | None
     """int64: the target's id of each draft id, where the head has a vocabulary of its own."""
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> Mapping[str, Plain]:
         """Plain tensor name -> the weight, or part of one, that it fills."""
         ...
 
@@ -64,10 +65,11 @@ def fill_dummy(head: Head, *, vocab_size: int, seed: int) -> None:
     destinations = head.destinations()
     generator = torch.Generator(device=next(iter(destinations.values())).device).manual_seed(seed)
     for name, weight in destinations.items():
-        if weight.dim() == 1 and not name.endswith("bias"):
-            weight.fill_(1)
+        memory, slices = (weight.memory, weight.slices) if isinstance(weight, Shard) else (weight, None)
+        if memory.dim() == 1 and not name.endswith("bias"):
+            memory.fill_(1)
         else:
-            weight.normal_(0, DUMMY_STD, generator=generator)
+            fill_random(memory, slices, DUMMY_STD, generator)
     if head.target_ids_W is not None:
         size = head.target_ids_W.shape[0]
         ids_W = torch.arange(size) * vocab_size // size

@@ -13,12 +13,14 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBackend
 from draftloop.attention.registry import attention_backend
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Target
+from draftloop.distributed.group import Group
+from draftloop.drafters.base import Drafter, Target, draft_group
 from draftloop.drafters.fill import Head, fill, fill_dummy
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import Decoder
 from draftloop.models.dense import attention_shape, cache_spec
+from draftloop.models.shards import share
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class MakeHead(Protocol[ConfigU, HeadU]):
         max_positions: int,
         embed_tokens: Tensor,
         lm_head: Tensor,
+        group: Group,
     ) -> HeadU: ...
 
 
@@ -78,7 +81,10 @@ class HeadDrafter(Drafter, Generic[ConfigT]):
         self.names = {}
         self.config = self.find()
         # the layers' own weights and cache: nothing of how the target is quantised or cached applies to them
-        self.shape = attention_shape(self.config.model, page_size=target.page_size, dtype=target.dtype)
+        self.group = draft_group(spec, target, self.config.model)
+        self.layers = share(self.config.model, self.group.size)
+        """Their sizes on this rank."""
+        self.shape = attention_shape(self.layers, page_size=target.page_size, dtype=target.dtype)
         self.backend_class = attention_backend(spec.attention_backend or "auto", target.device.type)
         self.backend_class.check(self.shape, target.device.type)
 
@@ -105,7 +111,7 @@ class HeadDrafter(Drafter, Generic[ConfigT]):
         return ", ".join([super().describe(), *self.details(), *limit])
 
     def borrow(self, target: Decoder) -> None:
-        self._tables = {"embed_tokens": target.embed_tokens, "lm_head": target.lm_head}
+        self._tables = {"embed_tokens": target.embed_tokens, "lm_head": target.whole_lm_head()}
         for table, own in (("embed_tokens", self.config.own_embeddings), ("lm_head", self.config.own_head)):
             if not own and self.spec.model:
                 logger.info("%s has no %s: it uses the target's", self.spec.model, table)
@@ -120,6 +126,7 @@ class HeadDrafter(Drafter, Generic[ConfigT]):
             device=target.device,
             dtype=target.dtype,
             max_positions=target.max_positions,
+            group=self.group,
             **self._tables,
         )
         del self._tables
@@ -131,4 +138,4 @@ class HeadDrafter(Drafter, Generic[ConfigT]):
         return head
 
     def cache_specs(self) -> list[CacheSpec]:
-        return [cache_spec(self.config.model, self.target.dtype)]
+        return [cache_spec(self.layers, self.target.dtype)]

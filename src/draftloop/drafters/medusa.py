@@ -130,7 +130,7 @@ class MedusaDrafter(Drafter):
         return f"{super().describe()}, {self.spec.model} ({self.config.layout} layout, {self.config.num_heads} heads)"
 
     def borrow(self, target: Decoder) -> None:
-        self._lm_head = target.lm_head
+        self._lm_head = target.whole_lm_head()
 
     def load(self, *, progress: bool) -> None:
         target, name = self.target, str(self.spec.model)

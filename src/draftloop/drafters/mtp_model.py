@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.distributed.group import ALONE, Group
 from draftloop.drafters.mtp_config import LAYER, MtpConfig
 from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
@@ -18,6 +19,7 @@ from draftloop.kernels.norm_concat import norm_concat
 from draftloop.kernels.rms_norm import Store, add_rms_norm
 from draftloop.models.layers import DecoderLayer, parameter
 from draftloop.models.rope import cos_sin_table
+from draftloop.models.shards import Plain, head_logits, num_vocabulary_rows, own_rows, shard, share, vocabulary
 from draftloop.models.weights import plain
 
 
@@ -41,9 +43,11 @@ class MtpModule(torch.nn.Module):
         max_positions: int,
         embed_tokens: Tensor,
         lm_head: Tensor,
+        group: Group = ALONE,
     ) -> None:
+        """`group`: ranks among which layers and output head are divided. `backend` attends for one rank's heads."""
         super().__init__()
-        self.config, self.backend = config, backend
+        self.config, self.backend, self.group = config, backend, group
         model, width = config.model, config.model.hidden_size
 
         def make(*shape: int) -> torch.nn.Parameter:
@@ -51,10 +55,12 @@ class MtpModule(torch.nn.Module):
 
         # plain attributes where borrowed: what is not ours is neither counted nor filled
         self.embed_tokens = make(model.vocab_size, width) if config.own_embeddings else embed_tokens.detach()
-        self.lm_head = make(model.vocab_size, width) if config.own_head else lm_head.detach()
+        self.num_draft_ids = model.vocab_size if config.own_head else lm_head.shape[0]
+        rows = num_vocabulary_rows(self.num_draft_ids, group)
+        self.lm_head = make(rows, width) if config.own_head else own_rows(lm_head.detach(), group)
         self.embed_norm, self.hidden_norm, self.final_norm = make(width), make(width), make(width)
         self.fc = make(width, 2 * width)
-        self.layer = DecoderLayer(model, 0, device=device, dtype=dtype)
+        self.layer = DecoderLayer(model, 0, device=device, dtype=dtype, group=group)
         self.cos_sin_LD = cos_sin_table(model.rope, head_dim=model.head_dim, max_positions=max_positions, device=device)
 
     def settle(self) -> None:
@@ -63,7 +69,7 @@ class MtpModule(torch.nn.Module):
             self.fc.copy_(self.fc.roll(self.config.model.hidden_size, 1))
         if self.config.style.norms_from_one:
             for name, weight in self.destinations().items():
-                if weight.dim() == 1 and name.endswith("norm.weight"):
+                if isinstance(weight, Tensor) and weight.dim() == 1 and name.endswith("norm.weight"):
                     weight += 1
 
     def fuse(self, aux_TX: Tensor) -> Tensor:
@@ -101,7 +107,7 @@ class MtpModule(torch.nn.Module):
 
     def logits(self, head_input_RC: Tensor) -> Tensor:
         """[R, C] -> [R, V]."""
-        return linear(head_input_RC, self.lm_head)
+        return head_logits(head_input_RC, self.lm_head, self.group, self.num_draft_ids)
 
     def cost(self, *, fused: bool, tokens_per_row: int = 1) -> Cost:
         """What one pass must read and compute, whatever it starts with."""
@@ -111,13 +117,13 @@ class MtpModule(torch.nn.Module):
         early = fc + self.layer.attention.qkv_weight.numel()
         return Cost(
             weight_bytes=(layer + fc + head) * self.fc.dtype.itemsize,
-            cache_bytes=2 * model.num_kv_heads * model.head_dim * self.backend.shape.kv_dtype.itemsize,
+            cache_bytes=share(model, self.group.size).kv_elements_per_token * self.backend.shape.kv_dtype.itemsize,
             flops=2 * (early + (layer + fc + head - early) // tokens_per_row),
         )
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Plain]:
         """Plain tensor name -> the weight, or part of a fused one, that it fills."""
-        found: dict[str, Tensor] = {
+        found: dict[str, Plain] = {
             "fc.weight": self.fc,
             "embed_norm.weight": self.embed_norm,
             "hidden_norm.weight": self.hidden_norm,
@@ -127,5 +133,5 @@ class MtpModule(torch.nn.Module):
         if self.config.own_embeddings:
             found["embed_tokens.weight"] = self.embed_tokens
         if self.config.own_head:
-            found["lm_head.weight"] = self.lm_head
+            found["lm_head.weight"] = shard(self.lm_head, vocabulary(self.num_draft_ids, self.group))
         return found

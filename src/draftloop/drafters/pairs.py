@@ -51,7 +51,8 @@ class PairHead(Protocol):
     """A head with its weights."""
 
     embed_tokens: Tensor
-    lm_head: Tensor
+    num_draft_ids: int
+    """Width of its logits."""
     target_ids_W: Tensor | None
     """int64: the target's id of each draft id, where the head has a vocabulary of its own."""
 
@@ -130,9 +131,7 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
         hidden_MC = self.hidden_MC = torch.zeros(num_states, width, dtype=self.target.dtype, device=device)
         longest = self.longest
         num_embedded = head.embed_tokens.shape[0]
-        num_known = (
-            self.target.vocab_size if self.config.has_map else min(head.lm_head.shape[0], self.target.vocab_size)
-        )
+        num_known = self.target.vocab_size if self.config.has_map else min(head.num_draft_ids, self.target.vocab_size)
 
         def known(ids: Tensor) -> Tensor:
             # an id past our table (the target's may be padded further), and NO_DRAFT, have no embedding: any will do

@@ -161,6 +161,13 @@ class EngineCore:
 
         Returns the requests that got tokens, with their text so far. Raises what went wrong on the device.
         """
+        try:
+            return self._step()
+        except RuntimeError:
+            self.worker.explain()
+            raise
+
+    def _step(self) -> list[tuple[Sequence, str]]:
         failed = self._fail_uncompiled()
         plan = self._next_plan()
         now = time.perf_counter()
@@ -247,6 +254,7 @@ class EngineCore:
         while self._in_flight:
             self._in_flight.popleft().drop()
         self.grammars.close()
+        self.worker.close()
 
     def _commit(self, flight: InFlight, emitted: Emitted) -> list[tuple[Sequence, str]]:
         """Apply what a step emitted. Requests that ended or were preempted while it was in flight are passed over."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftloop.engine.flight import LoopInFlight
+from draftloop.distributed.group import ALONE, Group
 from draftloop.engine.target import OUTCOME_COUNTS
-from draftloop.graphs.loop import Watched
+from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.phase import Phase
 from draftloop.graphs.ring import RING_SLOTS, Ring
 from draftloop.graphs.table import GraphTable
@@ -27,16 +27,20 @@ class DeviceLoop:
         """True for a plan that needs no host before one of its rows ends: all of it decodes."""
         return not plan.chunks and self.table.repeats(iteration, len(plan.decodes))
 
-    def launch(self, iteration: str, plan: StepPlan, num_steps: int) -> LoopInFlight:
-        """Repeat a plan's step up to `num_steps` times; its rows have the pages for that."""
-        for sequence in plan.decodes:
-            sequence.has_drafts = True  # for all that the host will know when the loop ends
+    def launch(self, iteration: str, rows: int, num_steps: int) -> Loop:
+        """Repeat the step of `rows` rows up to `num_steps` times; they have the pages for that."""
         self.ring.begin(num_steps)
-        return LoopInFlight(plan, self.table.launch_loop(iteration, len(plan.decodes)), num_steps)
+        return self.table.launch_loop(iteration, rows)
 
 
 def make_device_loop(
-    table: GraphTable, iterations: Sequence[Phase], state: RowState, max_iterations: int, *, num_slots: int = RING_SLOTS
+    table: GraphTable,
+    iterations: Sequence[Phase],
+    state: RowState,
+    max_iterations: int,
+    *,
+    group: Group = ALONE,
+    num_slots: int = RING_SLOTS,
 ) -> DeviceLoop | None:
     """Before the table is captured, make it repeat these phases. None, and one line in the log, where it cannot."""
     if not max_iterations:
@@ -53,6 +57,7 @@ def make_device_loop(
             max_tokens_M=state.max_tokens_M,
             stop_ids_MS=state.stop_ids_MS,
             padding_row=state.padding_row,
+            group=group,
         )
         why = table.repeat([phase.name for phase in iterations], watched, ring)
         if not why:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +15,15 @@ from draftloop.engine.target import OUTCOME_COUNTS
 from draftloop.graphs.loop import Loop
 from draftloop.graphs.ring import Stop
 from draftloop.scheduler.batch import Sequence, Stage, StepPlan
+
+Failure = Callable[[], BaseException | None]
+SLEEP_S = 20e-6
+"""Between looks at a device that other ranks' devices may keep waiting."""
+
+
+def no_failure() -> None:
+    """Of a device that waits for nobody."""
+
 
 Report = tuple[Tensor, Tensor]
 """Ranks and ids, and logprobs; see `sampling.logprobs.token_logprobs`."""
@@ -92,8 +103,10 @@ class InFlight(ABC):
 class StepInFlight(InFlight):
     """One step, prompts and decoding rows. Results are copied before the next step overwrites them."""
 
-    def __init__(self, plan: StepPlan, device: torch.device) -> None:
+    def __init__(self, plan: StepPlan, device: torch.device, failure: Failure = no_failure) -> None:
+        """`failure` says why the device will never be done, None while it may; it is raised."""
         super().__init__(plan)
+        self._failure = failure
         self._copies: dict[str, Tensor] = {}
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -109,7 +122,7 @@ class StepInFlight(InFlight):
     def wait(self) -> Emitted:
         self.ended = True
         if self._arrived is not None:
-            self._arrived.synchronize()
+            self._wait_for(self._arrived)
         prompt_hidden, hidden = (self._copies.pop(name, None) for name in ("prompt_hidden", "hidden"))
         logprobs, first, prompt = (self._report(name) for name in ("", "first_", "prompt_"))
         lists = {name: value.tolist() for name, value in self._copies.items()}
@@ -126,6 +139,14 @@ class StepInFlight(InFlight):
             prompt_logprobs=prompt,
         )
 
+    def _wait_for(self, event: torch.cuda.Event) -> None:
+        if self._failure is no_failure:
+            event.synchronize()
+        while not event.query():
+            if error := self._failure():
+                raise error
+            time.sleep(SLEEP_S)
+
     def _report(self, prefix: str) -> Report | None:
         ids, values = (self._copies.pop(f"{prefix}{name}", None) for name in ("logprob_ids", "logprobs"))
         return None if ids is None or values is None else (ids, values)
@@ -136,13 +157,13 @@ class LoopInFlight(InFlight):
 
     repeats = True
 
-    def __init__(self, plan: StepPlan, loop: Loop, num_steps: int) -> None:
+    def __init__(self, plan: StepPlan, loop: Loop, num_steps: int, failure: Failure = no_failure) -> None:
         super().__init__(plan, num_steps)
-        self._loop = loop
+        self._loop, self._failure = loop, failure
 
     def wait(self) -> Emitted:
         try:
-            stop, outcome_RW = self._loop.ring.take(self._loop.failure)
+            stop, outcome_RW = self._loop.ring.take(lambda: self._failure() or self._loop.failure())
         except Exception:
             self.ended = True
             raise

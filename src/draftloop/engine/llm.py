@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from tqdm import tqdm
 
 from draftloop.config.engine import EngineConfig
+from draftloop.distributed.launcher import Ranks
 from draftloop.engine.startup import Engine, start
 from draftloop.engine.stats import PartStats, speculation_stats
 from draftloop.errors import RequestError
@@ -40,10 +41,10 @@ class LLM:
         """By the engine's request id: the output that it is an answer of, and what runs for all of its answers."""
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> LLM:
-        """The same from a ready configuration."""
+    def from_config(cls, config: EngineConfig, *, ranks: Ranks | None = None) -> LLM:
+        """The same from a ready configuration; `ranks`: see `startup.start`."""
         llm = cls.__new__(cls)
-        llm.config, llm._engine, llm._ids, llm._open = config, start(config), itertools.count(), {}
+        llm.config, llm._engine, llm._ids, llm._open = config, start(config, ranks=ranks), itertools.count(), {}
         return llm
 
     # ---- answers ----------------------------------------------------------------------------

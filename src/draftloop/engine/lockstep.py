@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from draftloop.distributed.group import Group
-from draftloop.errors import DraftloopError
+from draftloop.errors import RankError
 from draftloop.scheduler.step_shape import StepShape
-
-
-class RankError(DraftloopError, RuntimeError):
-    """A rank that this one computes with is gone, or does not answer."""
 
 
 class Lockstep:

@@ -8,6 +8,7 @@ import torch
 
 from draftloop.config.engine import EngineConfig
 from draftloop.config.resolve import Resolved
+from draftloop.distributed.group import ALONE, Group
 from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
 from draftloop.observability.log import get_logger
 
@@ -69,14 +70,23 @@ class MemoryLedger:
 
 
 def make_pool(
-    config: EngineConfig, resolved: Resolved, specs: list[CacheSpec], ledger: MemoryLedger, *, pages_per_row: int
+    config: EngineConfig,
+    resolved: Resolved,
+    specs: list[CacheSpec],
+    ledger: MemoryLedger,
+    *,
+    pages_per_row: int,
+    group: Group = ALONE,
 ) -> CachePool:
-    """Pages for what memory is left, or was asked for. Raises CapacityError if not one request fits."""
+    """Pages for what memory is left, or was asked for; as many on each rank of `group`.
+
+    Raises CapacityError if not one request fits.
+    """
     budget = config.kv_cache_memory_bytes
     num_pages = count_pages(
         specs,
         resolved.block_size,
-        budget_bytes=ledger.left_for_pages() if budget is None else budget,
+        budget_bytes=group.min([ledger.left_for_pages()])[0] if budget is None else budget,
         useful_pages=resolved.max_num_seqs * pages_per_row + 1,
         least_pages=pages_per_row + 1,
     )

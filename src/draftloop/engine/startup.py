@@ -19,18 +19,21 @@ from draftloop.config.draft_tree import DraftTree
 from draftloop.config.engine import EngineConfig
 from draftloop.config.env import Environment
 from draftloop.config.resolve import Facts, Resolved, resolve
+from draftloop.distributed.group import Group
+from draftloop.distributed.launcher import Ranks
 from draftloop.drafters.base import Drafter, Target, drafter_class
 from draftloop.drafters.made_for import warn_of_other_target
 from draftloop.engine.adapters import Adapters, check_adapters
 from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
+from draftloop.engine.follower import gather
 from draftloop.engine.iteration import iteration_phases
 from draftloop.engine.logprobs import logprob_phases
 from draftloop.engine.memory import MemoryLedger, make_pool
 from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
 from draftloop.engine.target import outcome_width, target_phases
 from draftloop.engine.worker import Worker
-from draftloop.errors import ConfigError
+from draftloop.errors import ConfigError, DraftloopError
 from draftloop.graphs.phase import Key, ModeSetting
 from draftloop.graphs.program import Recorder
 from draftloop.graphs.sizes import Ladders
@@ -53,6 +56,8 @@ from draftloop.models.loader import (
     resolve_model,
     sampling_defaults,
 )
+from draftloop.models.shards import check as check_shards
+from draftloop.models.shards import share
 from draftloop.sampling.accept import accept_sampled_rows, conditional_rates
 from draftloop.sampling.block_verification import accept_block_rows
 from draftloop.sampling.commit import Rule
@@ -82,8 +87,11 @@ class Engine:
     """How long each part of the start took."""
 
 
-def start(config: EngineConfig, *, progress: bool = True) -> Engine:
-    """Build an engine. Raises ConfigError, CapacityError or GraphError with what to change."""
+def start(config: EngineConfig, *, progress: bool = True, ranks: Ranks | None = None) -> Engine:
+    """Build an engine. Raises ConfigError, CapacityError or GraphError with what to change.
+
+    `ranks`: this process among those that share the engine; left out, they are started.
+    """
     clock = _Clock()
     if Environment.read().nvtx:
         check_nvtx()
@@ -106,12 +114,39 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             waiting_attention=attention_backend(config.attention_backend, "cuda").waits,
         ),
     )
-    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    check_shards(config, model_config)
+    ranks = ranks or gather(config, resolved.device)
+    try:
+        if ranks.followers is not None:
+            ranks.followers.send(config)
+        return _build(config, source, model_config, resolved, ranks, clock, progress=progress)
+    except Exception as error:
+        if ranks.followers is not None:
+            if not isinstance(error, DraftloopError):
+                ranks.followers.explain()
+            ranks.followers.close()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    source: ModelSource,
+    model_config: ModelConfig,
+    resolved: Resolved,
+    ranks: Ranks,
+    clock: _Clock,
+    *,
+    progress: bool,
+) -> Engine:
+    spec, group, device = config.speculation, ranks.group, ranks.device
+    drafter_type = drafter_class(spec) if spec else None
+    dtype = getattr(torch, resolved.dtype)
     num_drafts = drafter_type.count_drafts(spec) if drafter_type and spec else 0
     overhang = drafter_type.overhang(spec) if drafter_type and spec else 1
     max_positions = resolved.max_model_len + overhang
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
-    shapes = attention_shapes(model_config, page_size=resolved.block_size, dtype=dtype, kv_dtype=kv_dtype)
+    layers = share(model_config, group.size)
+    shapes = attention_shapes(layers, page_size=resolved.block_size, dtype=dtype, kv_dtype=kv_dtype)
     backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)
     if config.deterministic:
         _check_deterministic(config, model_config, device.type)
@@ -137,6 +172,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
                 kv_dtype=kv_dtype,
                 load_format=config.load_format,
                 seed=config.seed,
+                group=group,
             ),
         )
         warn_of_other_target(drafter.folder, source.folder, name=str(spec.model), target_name=config.model)
@@ -154,6 +190,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         max_positions=max_positions,
         load_format=config.load_format,
         seed=config.seed,
+        group=group,
         show_progress=None if show else False,
         report=lambda loaded: logger.info("weights: %s", loaded),
     )
@@ -176,10 +213,10 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         vocab_size=model_config.vocab_size,
         has_adapters=config.enable_lora,
     )
-    target_specs = cache_specs(model_config, kv_dtype)
+    target_specs = cache_specs(layers, kv_dtype)
     specs = [*target_specs, *(drafter.cache_specs() if drafter else [])]
     ledger.lap("rows")
-    pool = make_pool(config, resolved, specs, ledger, pages_per_row=state.page_table_MN.shape[1])
+    pool = make_pool(config, resolved, specs, ledger, pages_per_row=state.page_table_MN.shape[1], group=group)
     ledger.lap("pages")
     target_caches = model.layer_caches(pool.caches[: len(target_specs)])
     processors = load_logits_processors(
@@ -226,14 +263,15 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
         phases,
         Ladders(rows=resolved.row_buckets, tokens=resolved.token_buckets, prefill_rows=resolved.max_prefill_rows),
         ModeSetting(resolved.graph_mode),
-        _recorder(device),
+        _recorder(device, group),
         device,
         largest_rows=resolved.max_num_seqs,
         largest_tokens=resolved.max_num_batched_tokens,
         require_graphs=resolved.require_graphs,
+        group=group,
         poison_more=lambda: pool.poison(pages.newly_free()),
     )
-    loop = make_device_loop(table, iterations, state, resolved.device_loop)
+    loop = make_device_loop(table, iterations, state, resolved.device_loop, group=group)
     ledger.lap("buffers")
     clock.lap("memory")
     _capture(table, show=show)
@@ -260,6 +298,7 @@ def start(config: EngineConfig, *, progress: bool = True) -> Engine:
             overlaps=resolved.pipeline_depth > 1,
             loop=loop,
             processors=processors,
+            followers=ranks.followers,
         ),
         vocab_size=model_config.vocab_size,
         eos_ids=frozenset(eos_token_ids(source)),
@@ -335,11 +374,11 @@ def _synthetic_rates(config: EngineConfig, drafter: Drafter | None) -> list[floa
     )
 
 
-def _recorder(device: torch.device) -> Recorder:
+def _recorder(device: torch.device, group: Group) -> Recorder:
     if device.type == "cuda":
         from draftloop.graphs.cuda import CudaRecorder
 
-        return CudaRecorder(device)
+        return CudaRecorder(device, group)
     return TapeRecorder(on_first_use=True)
 
 

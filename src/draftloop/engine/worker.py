@@ -1,21 +1,28 @@
-"""Runs step plans on the device: stages what the host knows, runs phases, reads back what was emitted."""
+"""Runs step plans on the device: stages what the host knows, runs phases, reads back what was emitted.
+
+Where several ranks hold one model, rank 0 plans and reads, and all do what is marked `on_every_rank`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from draftloop.config.draft_tree import DraftTree
+from draftloop.distributed.followers import Followers, Order
 from draftloop.drafters.base import Drafter, HostRow, Rounds
 from draftloop.engine.device_loop import DeviceLoop
-from draftloop.engine.flight import InFlight, StepInFlight
+from draftloop.engine.flight import Failure, InFlight, LoopInFlight, StepInFlight, no_failure
 from draftloop.engine.iteration import iteration_name
 from draftloop.engine.logprobs import logprobs_name
 from draftloop.engine.target import accept_name, after_accept, prefill_name, verify_name
+from draftloop.graphs.loop import Loop
 from draftloop.graphs.table import GraphTable
 from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import MAX_STOP_IDS, NO_DRAFT, NO_STOP, NULL_PAGE, RowState
@@ -23,6 +30,25 @@ from draftloop.sampling.logits_processors import LogitsProcessor
 from draftloop.sampling.sampler import SamplingKind, request_seed
 from draftloop.scheduler.batch import Chunk, Sequence, StepPlan
 from draftloop.scheduler.step_shape import StepShape
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+Method = Callable[Concatenate["Worker", P], Result]
+
+
+def on_every_rank(*, at_once: bool = False) -> Callable[[Method[P, Result]], Method[P, Result]]:
+    """Mark what followers do too: they get the arguments, plain data, with what is sent next or `at_once`."""
+
+    def mark(method: Method[P, Result]) -> Method[P, Result]:
+        @wraps(method)
+        def told(self: Worker, *args: P.args, **options: P.kwargs) -> Result:
+            if self.followers is not None:
+                self.followers.tell(method.__name__, args, options, at_once=at_once)
+            return method(self, *args, **options)
+
+        return told
+
+    return mark
 
 
 class Worker:
@@ -39,8 +65,11 @@ class Worker:
         overlaps: bool,
         loop: DeviceLoop | None = None,
         processors: Many[LogitsProcessor] = (),
+        followers: Followers | None = None,
     ) -> None:
         """`overlaps`: the next step is launched before this one's results are known."""
+        self.followers = followers
+        self._failure: Failure = followers.failure if followers is not None else no_failure
         self.table, self.state, self.drafter, self.loop = table, state, drafter, loop
         self.processors, self.pool = processors, pool
         self._drafter_has_caches = drafter is not None and bool(drafter.cache_specs())
@@ -54,14 +83,21 @@ class Worker:
         self._constrained_rows: set[int] = set()
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a row its request: tokens, pages, limits and parameters."""
+        """Give a row its request."""
+        self._admit(_plain(sequence) if self.followers is not None else sequence)
+        sequence.num_mapped, sequence.num_stale = len(sequence.pages), 0
+        if sequence.grammar is not None:
+            self._write_masks([sequence], [[]])
+
+    @on_every_rank()
+    def _admit(self, sequence: Sequence) -> None:
+        """Tokens, pages, limits and parameters of a request go to its row."""
         state, row, params = self.state, sequence.row, sequence.params
         tokens = torch.tensor(sequence.token_ids, dtype=torch.int32)
         pages = torch.full((state.page_table_MN.shape[1],), NULL_PAGE, dtype=torch.int32)
         pages[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
         state.tokens_ML[row, : tokens.shape[0]].copy_(self._stage(tokens), non_blocking=True)
         state.page_table_MN[row].copy_(self._stage(pages), non_blocking=True)
-        sequence.num_mapped, sequence.num_stale = len(sequence.pages), 0
         if sequence.copied_page is not None:
             self.pool.copy_page(sequence.copied_page, sequence.pages[sequence.num_prefilled // self.pool.page_size])
         state.stop_ids_MS[row].copy_(self._stage(_stop_ids(sequence)), non_blocking=True)
@@ -99,8 +135,6 @@ class Worker:
                 ending_ids=sequence.ending_ids,
                 stage=self._stage,
             )
-            if sequence.grammar is not None:
-                self._write_masks([sequence], [[]])
         elif row in self._constrained_rows:
             self._constrained_rows.remove(row)
             rules.clear(row)
@@ -139,13 +173,15 @@ class Worker:
 
         `shape` covers what the plan needs, and may be larger: a rank runs what others need with padding rows.
         """
-        self.table.recorder.order_after_loop()
+        self._order_after_loop()
         self._map_pages(plan.decodes)
         if num_steps > 1:
-            assert self.loop is not None
             self._write_rows([sequence.row for sequence in plan.decodes])
-            return self.loop.launch(self._iteration(plan), plan, num_steps)
-        flight = StepInFlight(plan, self.device)
+            for sequence in plan.decodes:
+                sequence.has_drafts = True  # for all that the host will know when the loop ends
+            loop = self._repeat(self._iteration(plan), len(plan.decodes), num_steps)
+            return LoopInFlight(plan, loop, num_steps, self._failure)
+        flight = StepInFlight(plan, self.device, self._failure)
         if shape.prompt_tokens:
             self._run_prompts(plan.chunks, shape, flight)
         if shape.decode_rows:
@@ -177,8 +213,41 @@ class Worker:
             pages += new
             sequence.num_mapped, sequence.num_stale = len(sequence.pages), 0
         if places:
-            both_2X = self._stage(torch.tensor([places, pages])).to(self.device, non_blocking=True)
-            table_MN.view(-1).index_copy_(0, both_2X[0], both_2X[1].int())
+            self._put_pages(places, pages)
+
+    @on_every_rank()
+    def _put_pages(self, places: list[int], pages: list[int]) -> None:
+        both_2X = self._stage(torch.tensor([places, pages])).to(self.device, non_blocking=True)
+        self.state.page_table_MN.view(-1).index_copy_(0, both_2X[0], both_2X[1].int())
+
+    @on_every_rank()
+    def _order_after_loop(self) -> None:
+        self.table.recorder.order_after_loop()
+
+    @on_every_rank(at_once=True)
+    def _run(self, phase: str, rows: int, **sizes: int) -> Mapping[str, Tensor]:
+        return self.table.run(phase, rows, None, **sizes)
+
+    @on_every_rank(at_once=True)
+    def _repeat(self, iteration: str, rows: int, num_steps: int) -> Loop:
+        assert self.loop is not None
+        return self.loop.launch(iteration, rows, num_steps)
+
+    def obey(self, orders: Iterable[Order]) -> None:
+        """As a follower: do what rank 0 does."""
+        with torch.inference_mode():
+            for name, args, options in orders:
+                getattr(self, name)(*args, **options)
+
+    def explain(self) -> None:
+        """After an error: raises RankError if it has come of another rank's end."""
+        if self.followers is not None:
+            self.followers.explain()
+
+    def close(self) -> None:
+        """Let go of the followers, if there are any."""
+        if self.followers is not None:
+            self.followers.release()
 
     def _run_prompts(self, chunks: Many[Chunk], shape: StepShape, flight: StepInFlight) -> None:
         for chunk in chunks:
@@ -192,7 +261,7 @@ class Worker:
         self._write_rows(rows)
         self._write("query_starts", bounds)
         self._write("kv_lens", [chunk.end for chunk in chunks])
-        run = self.table.run
+        run = self._run
         run_ragged = partial(run, tokens=num_tokens, tokens_across_ranks=shape.prompt_tokens)
         outputs = run_ragged(prefill_name(report=shape.prompt_reports), num_rows)
         if any(chunk.sequence.reports_prompt for chunk in chunks):
@@ -223,7 +292,7 @@ class Worker:
     def _run_decodes(self, sequences: Many[Sequence], shape: StepShape, flight: StepInFlight) -> None:
         num_rows, num_drafts = len(sequences), shape.num_drafts
         kind = self._kind(sequences)
-        run = partial(self.table.run, rows_across_ranks=shape.decode_rows)
+        run = partial(self._run, rows_across_ranks=shape.decode_rows)
         self._write_rows([sequence.row for sequence in sequences])
         whole = iteration_name(kind)
         as_one = not shape.is_stepwise and num_drafts == self.num_drafts
@@ -265,11 +334,9 @@ class Worker:
     def _ask_host(self, sequences: Many[Sequence], *, asks: bool) -> bool:
         """Let the drafter draft on the host, or nothing be drafted there. False if it has nothing for any row."""
         assert self.drafter is not None
-        drafts_RK = torch.full((len(sequences), self.num_drafts), NO_DRAFT, dtype=torch.int32)
         drafts = self.drafter.draft_on_host([self._host_row(sequence) for sequence in sequences]) if asks else []
-        for row_K, ids in zip(drafts_RK, drafts, strict=asks):
-            row_K[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        self.table.buffers.write("host_drafts", self._stage(drafts_RK))
+        drafts = [*drafts, *[()] * (len(sequences) - len(drafts))]
+        self._write("host_drafts", [[*ids, *[NO_DRAFT] * (self.num_drafts - len(ids))] for ids in drafts])
         return any(drafts)
 
     def _start_reading_drafts(self, sequences: Many[Sequence], num_drafts: int) -> Callable[[], list[list[int]]]:
@@ -302,9 +369,15 @@ class Worker:
                 masks_JW = masks_QW[list(path)]
                 sequence.grammar.fill_masks([row_drafts[place - 1] for place in path[1:]], masks_JW)
                 masks_QW[list(path)] = masks_JW
-        rows = self._stage(torch.tensor([sequence.row for sequence in sequences])).to(self.device, non_blocking=True)
+        self._put_masks([sequence.row for sequence in sequences], masks_RQW)
+
+    @on_every_rank()
+    def _put_masks(self, rows: list[int], masks_RQW: Tensor) -> None:
+        assert self.state.constraints is not None
+        grammar_MQW = self.state.constraints.grammar_MQW
+        rows_R = self._stage(torch.tensor(rows)).to(self.device, non_blocking=True)
         masks_RQW = self._stage(masks_RQW).to(self.device, non_blocking=True)
-        grammar_MQW[:, : masks_RQW.shape[1]].index_copy_(0, rows, masks_RQW)
+        grammar_MQW[:, : masks_RQW.shape[1]].index_copy_(0, rows_R, masks_RQW)
 
     def _rounds(self, kind: SamplingKind) -> Rounds:
         return self.drafter.rounds(sampled=kind is not SamplingKind.GREEDY) if self.drafter else Rounds()
@@ -326,11 +399,18 @@ class Worker:
             self._write("rows", rows)
             self._rows_written = rows
 
-    def _write(self, name: str, values: list[int]) -> None:
-        self.table.buffers.write(name, self._stage(torch.tensor(values, dtype=torch.int32)))
+    @on_every_rank()
+    def _write(self, name: str, values: Many[int] | Many[Many[int]]) -> None:
+        shape = self.table.buffers[name].shape[1:]
+        self.table.buffers.write(name, self._stage(torch.tensor(values, dtype=torch.int32).view(len(values), *shape)))
 
     def _stage(self, value: Tensor) -> Tensor:
         return value.pin_memory() if self.device.type == "cuda" else value
+
+
+def _plain(sequence: Sequence) -> Sequence:
+    """What other processes need to know of it."""
+    return replace(sequence, grammar=None, page_keys=[], logprobs=[], prompt_logprobs=[], sources=[], text_ends=[])
 
 
 def _stop_ids(sequence: Sequence) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from draftloop.distributed.group import ALONE, Group
 from draftloop.errors import CapacityError, GraphError
 from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.program import Body, Call, Program, Recorder, in_place
@@ -42,8 +43,9 @@ class CudaProgram(Program):
 class CudaRecorder(Recorder):
     """Captures phases on one stream into one memory pool."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, group: Group = ALONE) -> None:
+        """`group`: ranks whose collectives are among what is captured."""
+        self.device, self.group = device, group
         self.pool = torch.cuda.graph_pool_handle()
         self._abandoned: list[torch.cuda.CUDAGraph] = []
         self.stream = torch.cuda.Stream(device)
@@ -52,7 +54,8 @@ class CudaRecorder(Recorder):
         """Compiles kernels, many at a time, and lets libraries allocate outside of the pool.
 
         Bodies run side by side on the same buffers. That is harmless: they hold nothing but padding,
-        and no value they compute is used.
+        and no value they compute is used. Nor is what ranks exchange, which they do not do here: each has an order
+        of its own.
         """
         if not bodies:
             return
@@ -65,7 +68,7 @@ class CudaRecorder(Recorder):
             with torch.inference_mode(), torch.cuda.stream(local.stream):
                 body(in_place)
 
-        with ThreadPoolExecutor(max_workers=min(WARM_UP_THREADS, os.cpu_count() or 1)) as pool:
+        with self.group.quiet(), ThreadPoolExecutor(max_workers=min(WARM_UP_THREADS, os.cpu_count() or 1)) as pool:
             for future in [pool.submit(run, body) for body in bodies]:
                 future.result()
                 done()
@@ -93,7 +96,9 @@ class CudaRecorder(Recorder):
 
     def _begin(self, program: CudaProgram) -> None:
         program.graphs.append(torch.cuda.CUDAGraph(keep_graph=program.keep_graphs))
-        program.graphs[-1].capture_begin(pool=self.pool)
+        # what watches over collectives asks the device from a thread of its own, which is no fault of the capture
+        mode = "global" if self.group.size == 1 else "thread_local"
+        program.graphs[-1].capture_begin(pool=self.pool, capture_error_mode=mode)
 
     def _end(self, program: CudaProgram) -> None:
         program.graphs[-1].capture_end()

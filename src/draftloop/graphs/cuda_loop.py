@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from draftloop.config.env import Environment
+from draftloop.distributed.group import Group
 from draftloop.errors import GraphError
 from draftloop.graphs.loop import Loop, Watched, ended_early
 from draftloop.graphs.program import Program
@@ -38,6 +39,8 @@ class CudaLoop(Loop):
     def __init__(self, program: Program, raw_graph: int, num_rows: int, watched: Watched, ring: Ring) -> None:
         """Raises GraphError where the graph cannot be repeated, with what the driver says."""
         super().__init__(program, num_rows, watched, ring)
+        if watched.group.size > 1 and watched.group.symmetric is None:
+            raise GraphError("GPUs do not read each other's memory, so that ranks cannot agree when a loop ends")
         self._device = watched.rows_R.device
         self._done = torch.cuda.Event()
         self._exec = _instantiate(raw_graph, num_rows, watched, ring)
@@ -108,9 +111,8 @@ def compile_kernel(capability: tuple[int, int]) -> bytes:
 
 def _definitions() -> list[bytes]:
     """The numbers that both sides of the ring use, as options of a C compiler."""
-    return [
-        f"-D{kind}_{one.name}={one.value}".encode() for kind, all in (("WORD", Word), ("STOP", Stop)) for one in all
-    ]
+    numbers = {f"{kind}_{one.name}": one.value for kind, all in (("WORD", Word), ("STOP", Stop)) for one in all}
+    return [f"-D{name}={value}".encode() for name, value in {**numbers, "STOP_KINDS": len(Stop)}.items()]
 
 
 def _cached_kernel(capability: tuple[int, int], folder: Path) -> bytes:
@@ -171,9 +173,18 @@ def _arguments(handle: int, num_rows: int, watched: Watched, ring: Ring) -> tupl
     state = (watched.num_tokens_M, watched.max_tokens_M, watched.stop_ids_MS)
     shared = (ring.number, ring.words_W, ring.slots_NS, watched.rows_R, watched.outcome_RW, *state)
     sizes = (num_rows, ring.width, watched.first_token, watched.stop_ids_MS.shape[1], watched.padding_row)
-    sizes = (*sizes, ring.num_slots, ring.slots_NS.shape[1])
-    types = (ctypes.c_uint64, *(ctypes.c_void_p for _ in shared), *(ctypes.c_int for _ in sizes))
-    return (handle, *map(_address, shared), *sizes), types
+    sizes = (*sizes, ring.num_slots, ring.slots_NS.shape[1], watched.group.rank, watched.group.size)
+    addresses = (*map(_address, shared), _decisions(watched.group))
+    types = (ctypes.c_uint64, *(ctypes.c_void_p for _ in addresses), *(ctypes.c_int for _ in sizes))
+    return (handle, *addresses, *sizes), types
+
+
+def _decisions(group: Group) -> int:
+    """The address of the addresses of the words at which the ranks wait; 0 for one rank."""
+    if group.size == 1:
+        return 0
+    assert group.symmetric is not None
+    return group.symmetric.word_addresses
 
 
 def _address(tensor: Tensor) -> int:

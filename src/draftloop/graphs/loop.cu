@@ -1,5 +1,9 @@
 // Last node in the body of a device loop: passes what the iteration emitted to the host, and decides whether
 // another one follows. One block. Its twin in Python is TapeLoop; WORD_* and STOP_* are defined by cuda_loop.py.
+//
+// Where several ranks repeat the same iterations, rank 0 decides: it alone has a host to hear, and a ring. It writes
+// its decision into the memory of the others, which wait for it there. One word each is enough: the next decision
+// comes after an iteration in which rank 0 has waited for all of them.
 
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
 
@@ -11,8 +15,20 @@ extern "C" __global__ void next_iteration(
     const int* rows,                 // num_rows
     const int* outcome,              // num_rows x width: column 0 counts the tokens, which begin at first_token
     const int* num_tokens, const int* max_tokens, const int* stop_ids,  // per engine row
-    int num_rows, int width, int first_token, int num_stop_ids, int padding_row, int num_slots, int slot_size)
+    const unsigned long long* decisions,  // num_ranks addresses, each of a word that its rank waits at; null for one
+    int num_rows, int width, int first_token, int num_stop_ids, int padding_row, int num_slots, int slot_size,
+    int rank, int num_ranks)
 {
+    if (rank > 0) {
+        if (threadIdx.x != 0) return;
+        const long long next = *number + 1;
+        const volatile long long* decision = (const volatile long long*)decisions[rank];
+        long long seen;
+        do { seen = *decision; } while (seen / STOP_KINDS < next);
+        *number = next;
+        cudaGraphSetConditional(loop, seen % STOP_KINDS == STOP_NONE);
+        return;
+    }
     __shared__ int row_ended;
     const long long index = *number;
     int* slot = slots + (index % num_slots) * slot_size;
@@ -47,6 +63,8 @@ extern "C" __global__ void next_iteration(
                        : index + 1 >= limit            ? STOP_COUNT
                        : index + 1 - read >= num_slots ? STOP_RING_FULL
                                                        : STOP_NONE;
+    for (int r = 1; r < num_ranks; r++)
+        *(volatile long long*)decisions[r] = (index + 1) * STOP_KINDS + reason;
     slot[0] = reason;
     *number = index + 1;
     __threadfence_system();

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftloop.distributed.group import ALONE, Group
 from draftloop.errors import GraphError
 from draftloop.graphs.program import Program
 from draftloop.graphs.ring import Ring, Stop
@@ -31,6 +32,8 @@ class Watched:
     stop_ids_MS: Tensor
     """int32; -1 is none."""
     padding_row: int
+    group: Group = ALONE
+    """Ranks that repeat the same iterations. The first of them decides when all stop: it alone has a host to hear."""
 
     def row_ended(self, num_rows: int) -> bool:
         """Has one of the first `num_rows` rows emitted a stop id, or come to its length limit?"""
@@ -74,11 +77,13 @@ class TapeLoop(Loop):
 
     @torch.inference_mode()
     def _run(self) -> None:
-        outcome_RW = self.watched.outcome_RW[: self.num_rows].numpy()
+        group, outcome_RW = self.watched.group, self.watched.outcome_RW[: self.num_rows].numpy()
         stop = Stop.NONE
         while stop is Stop.NONE:
             self.program.replay()
-            stop = self.ring.publish(outcome_RW, row_ended=self.watched.row_ended(self.num_rows))
+            if group.is_first:
+                stop = self.ring.publish(outcome_RW, row_ended=self.watched.row_ended(self.num_rows))
+            stop = Stop(group.max([stop if group.is_first else Stop.NONE])[0])
 
     def failure(self) -> BaseException | None:
         if self._running is None or not self._running.done():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftloop.config.env import Environment
+from draftloop.distributed.group import ALONE, Group
 from draftloop.errors import CapacityError, GraphError
 from draftloop.graphs.buffers import Buffers
 from draftloop.graphs.loop import Loop, Watched
@@ -75,15 +76,18 @@ class GraphTable:
         require_graphs: bool = False,
         poison: bool | None = None,
         poison_more: Callable[[], None] | None = None,
+        group: Group = ALONE,
     ) -> None:
-        """`largest_rows` and `largest_tokens` are what the configuration allows, captured or not.
+        """`group`: ranks that capture the same graphs; one that does not fit on one of them is left out on all.
+
+        `largest_rows` and `largest_tokens` are what the configuration allows, captured or not.
 
         `poison_more` is called before each replay in poison mode, for memory that the table does
         not own (unused pages).
         """
         self.ladders, self.setting, self.recorder, self.device = ladders, setting, recorder, device
         self.largest_rows, self.largest_tokens = largest_rows, largest_tokens
-        self.require_graphs = require_graphs
+        self.require_graphs, self._group = require_graphs, group
         self.poison = Environment.read().poison if poison is None else poison
         self._poison_more = poison_more
         self._states: dict[str, _PhaseState] = {}
@@ -164,14 +168,23 @@ class GraphTable:
                     progress(key, len(keys))
                 self._pad_all(key)
                 before = self.recorder.owned_bytes()
-                try:
-                    program = self._record(key)
-                except CapacityError as error:
-                    self._leave_out(key, error)
+                program = self._record_if_it_fits(key)
+                if program is None:
                     continue
                 entry = self._keep(key, program)
                 entry.mib = (self.recorder.owned_bytes() - before) / 2**20
                 entry.ms = self.recorder.time_ms(program)
+
+    def _record_if_it_fits(self, key: Key) -> Program | None:
+        program, why = None, ""
+        try:
+            program = self._record(key)
+        except CapacityError as error:
+            why = str(error)
+        if why := self._agreed(why):
+            self._leave_out(key, CapacityError(why))
+            return None
+        return program
 
     def _record(self, key: Key) -> Program:
         piecewise, repeats = key.mode is GraphMode.PIECEWISE, self._is_to_repeat(key)
@@ -196,23 +209,29 @@ class GraphTable:
         entry.program = program
         if self._loops is None or not self._is_to_repeat(key):
             return entry
-        begin = time.perf_counter()
+        begin, why = time.perf_counter(), ""
         try:
             entry.loop = self.recorder.loop(program, key.rows, self._loops.watched, self._loops.ring)
             entry.loop_ms = (time.perf_counter() - begin) * 1e3
         except GraphError as error:
-            logger.warning("no device loops: %s at %d rows cannot repeat: %s", key.phase, key.rows, error)
+            why = str(error)
+        if why := self._agreed(why):
+            logger.warning("no device loops: %s at %d rows cannot repeat: %s", key.phase, key.rows, why)
             self._loops = None
             for other in self._entries.values():
                 other.loop = None
         return entry
+
+    def _agreed(self, why_not: str) -> str:
+        """Why not all ranks can do something; empty if they can."""
+        return why_not if self._group.min([not why_not])[0] else why_not or "another rank cannot"
 
     def _is_to_repeat(self, key: Key) -> bool:
         return self._loops is not None and key.phase in self._loops.phases
 
     def repeat(self, phases: Collection[str], watched: Watched, ring: Ring) -> str:
         """Make a loop of every graph of these phases when it is captured. Returns why there will be none, if so."""
-        why = self.recorder.why_no_loops()
+        why = self._agreed(self.recorder.why_no_loops())
         if not why:
             self._loops = _Loops(phases=frozenset(phases), watched=watched, ring=ring)
         return why

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
+from draftloop.distributed.group import ALONE, Group
 from draftloop.graphs.phase import Cost
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
+from draftloop.models.shards import share
 from draftloop.models.weights import Destination, named_weights
 
 FINAL_HIDDEN = -1
@@ -68,6 +70,8 @@ class Decoder(torch.nn.Module, ABC):
     """
 
     config: ModelConfig
+    group: Group = ALONE
+    """Ranks among which the layers and the output head are divided."""
     backend: AttentionBackend
     """Of the first group of layers."""
     embed_tokens: Tensor
@@ -99,19 +103,26 @@ class Decoder(torch.nn.Module, ABC):
 
     def cost(self) -> Cost:
         """What one pass with logits must read and compute; of tables that are embeddings alone only a few rows are."""
+        cache_elements = share(self.config, self.group.size).kv_elements_per_token
         weights = [weight for _, weight in named_weights(self)]
         num_weights = sum(weight.numel() for weight in weights) - self.num_looked_up
         looked_up_bytes = self.num_looked_up * self.embed_tokens.dtype.itemsize
         return Cost(
             weight_bytes=sum(weight.nbytes for weight in weights) - looked_up_bytes,
-            cache_bytes=self.config.kv_elements_per_token * self.backend.shape.kv_dtype.itemsize,
+            cache_bytes=cache_elements * self.backend.shape.kv_dtype.itemsize,
             flops=2 * num_weights,
         )
 
     @property
     def num_looked_up(self) -> int:
         """Weights of tables from which only a few rows are read."""
-        return 0 if self.config.tie_word_embeddings else self.embed_tokens.numel()
+        return self.embed_tokens.numel() - (self.lm_head.numel() if self.config.tie_word_embeddings else 0)
+
+    def whole_lm_head(self) -> Tensor:
+        """[V, C] on every rank."""
+        if self.config.tie_word_embeddings or self.group.size == 1:
+            return self.embed_tokens[: self.config.vocab_size] if self.config.tie_word_embeddings else self.lm_head
+        return self.group.all_gather(self.lm_head.detach())[: self.config.vocab_size]
 
     def settle(self) -> None:
         """Called once a checkpoint's weights are in their places."""

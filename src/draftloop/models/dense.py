@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
+from draftloop.distributed.group import ALONE, Group
 from draftloop.errors import ConfigError
-from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attention_shapes, cache_specs, capped
 from draftloop.models.layers import DecoderLayer, norm_dtype, parameter
 from draftloop.models.rope import cos_sin_table
+from draftloop.models.shards import Slices, head_logits, num_vocabulary_rows, shard, vocabulary
 from draftloop.models.weights import Destination
 
 
@@ -53,21 +54,32 @@ class DenseDecoder(Decoder):
         device: torch.device,
         dtype: torch.dtype,
         max_positions: int,
+        group: Group = ALONE,
     ) -> None:
+        """`backend` attends for the heads that one rank of `group` has."""
         super().__init__()
         self.config = config
         self.backend = backend
-        self.embed_tokens = parameter(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        self.group = group
+        rows = num_vocabulary_rows(config.vocab_size, group)
+        num_embedded = rows * group.size if config.tie_word_embeddings else config.vocab_size
+        self.embed_tokens = parameter(num_embedded, config.hidden_size, device=device, dtype=dtype)
+        self.embed_tokens.data[config.vocab_size :].zero_()
         # the tuple is what passes walk: a ModuleList registers the layers but does not know their type
         self.decoder_layers = tuple(
-            DecoderLayer(config, layer, device=device, dtype=dtype) for layer in range(config.num_layers)
+            DecoderLayer(config, layer, device=device, dtype=dtype, group=group) for layer in range(config.num_layers)
         )
         self.layers = torch.nn.ModuleList(self.decoder_layers)
         self.final_norm = parameter(config.hidden_size, device=device, dtype=norm_dtype(config, dtype))
-        if config.tie_word_embeddings:
+        self.slices: dict[str, Slices] = {}
+        if not config.tie_word_embeddings:
+            self.lm_head = parameter(rows, config.hidden_size, device=device, dtype=dtype)
+            if (slices := vocabulary(config.vocab_size, group)) is not None:
+                self.slices["lm_head"] = slices
+        elif group.size == 1:
             self.lm_head = self.embed_tokens
         else:
-            self.lm_head = parameter(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+            self.lm_head = self.embed_tokens.data[group.rank * rows :][:rows]
         ropes = [config.layer_rope(layer) for layer in range(config.num_layers)]
         tables = {
             rope: cos_sin_table(rope, head_dim=config.head_dim, max_positions=max_positions, device=device)
@@ -110,7 +122,8 @@ class DenseDecoder(Decoder):
         cap, divisor = self.config.logit_cap, self.config.logit_divisor
         if divisor != 1:
             hidden_TC = hidden_TC / divisor
-        return capped(linear(hidden_TC, self.lm_head, out_TN=None if cap else out_TV), cap, out_TV)
+        out = None if cap else out_TV
+        return capped(head_logits(hidden_TC, self.lm_head, self.group, self.config.vocab_size, out_TV=out), cap, out_TV)
 
     def settle(self) -> None:
         """Bring weights into the form that passes read: norms with their offset, heads whose halves turn."""
@@ -125,11 +138,13 @@ class DenseDecoder(Decoder):
     def destinations(self) -> dict[str, Destination]:
         prefix = self.config.tensor_prefix
         found: dict[str, Destination] = {
-            f"{prefix}embed_tokens.weight": self.embed_tokens.data,
+            f"{prefix}embed_tokens.weight": self.embed_tokens.data[: self.config.vocab_size],
             f"{prefix}norm.weight": self.final_norm.data,
         }
         if not self.config.tie_word_embeddings:
-            found[f"{prefix.removesuffix('model.')}lm_head.weight"] = self.lm_head.data
+            found[f"{prefix.removesuffix('model.')}lm_head.weight"] = shard(
+                self.lm_head.data, self.slices.get("lm_head")
+            )
         for index, layer in enumerate(self.decoder_layers):
             found |= layer.destinations(f"{prefix}layers.{index}")
         return found

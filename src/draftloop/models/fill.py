@@ -26,6 +26,7 @@ from draftloop.errors import ConfigError
 from draftloop.kernels.quantised import Part
 from draftloop.models.progress import progress_bar
 from draftloop.models.quantisation import Quantisation
+from draftloop.models.shards import Shard
 from draftloop.models.tensors import FLOAT_TYPES, Tensors, mtp_tensors, open_tensors
 from draftloop.models.weights import Destination
 
@@ -102,6 +103,9 @@ def _bytes_of(files: Sequence[Path]) -> int:
 
 
 def _put(name: str, tensors: Tensors, destination: Destination, staging: _Staging) -> None:
+    if isinstance(destination, Shard):
+        staging.copy(destination.slices.take(tensors.read(name)), destination.memory)
+        return
     if isinstance(destination, Tensor):
         stored = tensors.stored.get(name)
         if stored is None:
@@ -213,7 +217,7 @@ def _warn_of_rounding(tensors: Tensors, destinations: Mapping[str, Destination])
     rounded: Counter[tuple[str, torch.dtype]] = Counter()
     first: dict[tuple[str, torch.dtype], str] = {}
     for name, destination in destinations.items():
-        if not isinstance(destination, Tensor) or name in tensors.stored:
+        if isinstance(destination, Part) or name in tensors.stored:
             continue
         kind = tensors.types[name]
         if SIZES[kind] > destination.dtype.itemsize or {kind, destination.dtype} in (

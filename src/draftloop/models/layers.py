@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.distributed.group import ALONE, Group
 from draftloop.errors import ConfigError
 from draftloop.kernels.gated_linear import gated, gated_linear
-from draftloop.kernels.linear import linear, residual_linear
+from draftloop.kernels.linear import linear
 from draftloop.kernels.lora import LoraStack, adapted
 from draftloop.kernels.quantised import QuantisedWeight
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.models.config import ModelConfig
-from draftloop.models.weights import Destination, Memory, linear_weight, parameter, split_rows
+from draftloop.models.shards import Division, Slices, joined, share, summed_linear
+from draftloop.models.weights import Destination, Memory, linear_weight, parameter, sharded, split_rows
 
 
 class Attention(torch.nn.Module):
@@ -35,14 +37,19 @@ class Attention(torch.nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group = ALONE,
         input_size: int | None = None,
     ) -> None:
-        """`input_size` is the width of what is projected to q, k and v, where that is not the hidden size."""
+        """`group`: ranks among which heads are divided.
+
+        `input_size` is the width of what is projected to q, k and v, where that is not the hidden size.
+        """
         super().__init__()
 
         def make(*shape: int) -> torch.nn.Parameter:
             return parameter(*shape, device=device, dtype=dtype)
 
+        self.group, division, config = group, Division(config, group), share(config, group.size)
         hidden, head_dim = config.hidden_size, config.head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
         self.query_size, self.kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -57,6 +64,12 @@ class Attention(torch.nn.Module):
         self.qkv_parts: dict[str, int] = dict(zip("qkv", self.qkv_sizes, strict=True))
         if config.fused_qkv:
             self.qkv_parts = {"qkv": sum(self.qkv_sizes)}
+        self.qkv_slices, o_slices = division.qkv(), division.queries()
+        self.slices: dict[str, Slices] = {}
+        if self.qkv_slices is not None and o_slices is not None:
+            whole = joined(self.qkv_slices)
+            self.slices = {"qkv_weight": whole, "qkv_bias": whole, "o_weight": o_slices}
+            self.qkv_slices = [whole] if config.fused_qkv else self.qkv_slices
         self.qkv_weight = weight(self.qkv_parts, input_size or hidden)
         self.qkv_bias = make(sum(self.qkv_sizes)) if config.qkv_bias else None
         self.o_weight = weight({"o": hidden}, self.query_size)
@@ -66,7 +79,7 @@ class Attention(torch.nn.Module):
         kind = norm_dtype(config, dtype)
         self.q_norm = parameter(q_size, device=device, dtype=kind) if config.qk_norm else None
         self.k_norm = parameter(k_size, device=device, dtype=kind) if config.qk_norm else None
-        self.project = linear if config.norms.after_attention else residual_linear
+        self.before_norm = not config.norms.after_attention
 
     def forward(
         self, x_TC: Tensor, kv_2PSGD: Tensor, cos_sin_LD: Tensor, batch: AttentionBatch, backend: AttentionBackend
@@ -95,7 +108,8 @@ class Attention(torch.nn.Module):
         out_THD = torch.empty_like(q_THD)
         batch.attend(lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window))
         out_TE = out_THD.view(-1, self.query_size)
-        return adapted(self.project(out_TE, self.o_weight, self.o_bias), out_TE, batch.adapters_T, self.o_lora)
+        out = summed_linear(out_TE, self.o_weight, self.o_bias, self.group, before_norm=self.before_norm)
+        return adapted(out, out_TE, batch.adapters_T, self.o_lora)
 
     def _normed(self, qkv_TE: Tensor) -> Tensor:
         """Queries and keys normed over all of their heads."""
@@ -121,7 +135,8 @@ class Attention(torch.nn.Module):
 
     def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the part of a fused weight that it fills."""
-        (o_weight,) = split_rows(self.o_weight, (self.o_weight.shape[0],))
+        slices = [self.slices["o_weight"]] if self.slices else None
+        (o_weight,) = sharded(split_rows(self.o_weight, (self.o_weight.shape[0],)), slices)
         found: dict[str, Destination] = {f"{prefix}.o_proj.weight": o_weight}
         if self.o_bias is not None:
             found[f"{prefix}.o_proj.bias"] = self.o_bias
@@ -129,7 +144,7 @@ class Attention(torch.nn.Module):
             found |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
         for kind, fused in (("weight", self.qkv_weight), ("bias", self.qkv_bias)):
             if fused is not None:
-                parts = split_rows(fused, tuple(self.qkv_parts.values()))
+                parts = sharded(split_rows(fused, tuple(self.qkv_parts.values())), self.qkv_slices)
                 found |= {
                     f"{prefix}.{name}_proj.{kind}": part for name, part in zip(self.qkv_parts, parts, strict=True)
                 }
@@ -142,7 +157,10 @@ class GatedMLP(torch.nn.Module):
     gate_up_lora: LoraStack | None = None
     down_lora: LoraStack | None = None
 
-    def __init__(self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype, group: Group = ALONE
+    ) -> None:
+        """`group`: ranks among which the inner columns are divided."""
         super().__init__()
 
         def make(*shape: int) -> torch.nn.Parameter:
@@ -152,10 +170,18 @@ class GatedMLP(torch.nn.Module):
             names = {f"model.layers.{layer}.mlp.{name}_proj": rows for name, rows in parts.items()}
             return linear_weight(names, size, config.quantisation, device=device, dtype=dtype)
 
+        self.group, division, config = group, Division(config, group), share(config, group.size)
         hidden, inner = config.hidden_size, config.intermediate_size
         self.inner_size = inner
+        gate_up, down = division.gate_up(), division.inner()
+        self.slices: dict[str, Slices] = {}
+        if gate_up is not None and down is not None:
+            whole = joined(gate_up)
+            self.slices = {"gate_up_weight": whole, "gate_up_bias": whole, "down_weight": down}
+            gate_up = [whole] if config.fused_gate_up else gate_up
+        self.gate_up_slices = gate_up
         self.activation = config.activation
-        self.project = linear if config.norms.after_mlp else residual_linear
+        self.before_norm = not config.norms.after_mlp
         self.gate_up_parts = {"gate_up": 2 * inner} if config.fused_gate_up else {"gate": inner, "up": inner}
         self.gate_up_weight = weight(self.gate_up_parts, hidden)
         self.gate_up_bias = make(2 * inner) if config.mlp_bias else None
@@ -169,17 +195,21 @@ class GatedMLP(torch.nn.Module):
         else:  # what an adapter adds comes before the activation
             gate_up_T2I = linear(x_TC, self.gate_up_weight, self.gate_up_bias)
             inner_TI = gated(adapted(gate_up_T2I, x_TC, adapters_T, self.gate_up_lora), activation=self.activation)
-        return adapted(self.project(inner_TI, self.down_weight, self.down_bias), inner_TI, adapters_T, self.down_lora)
+        out = summed_linear(inner_TI, self.down_weight, self.down_bias, self.group, before_norm=self.before_norm)
+        return adapted(out, inner_TI, adapters_T, self.down_lora)
 
     def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the part of a fused weight that it fills."""
-        (down_weight,) = split_rows(self.down_weight, (self.down_weight.shape[0],))
+        slices = self.slices.get("down_weight")
+        (down_weight,) = sharded(
+            split_rows(self.down_weight, (self.down_weight.shape[0],)), [slices] if slices else None
+        )
         found: dict[str, Destination] = {f"{prefix}.down_proj.weight": down_weight}
         if self.down_bias is not None:
             found[f"{prefix}.down_proj.bias"] = self.down_bias
         for kind, fused in (("weight", self.gate_up_weight), ("bias", self.gate_up_bias)):
             if fused is not None:
-                parts = split_rows(fused, tuple(self.gate_up_parts.values()))
+                parts = sharded(split_rows(fused, tuple(self.gate_up_parts.values())), self.gate_up_slices)
                 found |= {
                     f"{prefix}.{name}_proj.{kind}": part for name, part in zip(self.gate_up_parts, parts, strict=True)
                 }
@@ -194,7 +224,10 @@ def norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
 class DecoderLayer(torch.nn.Module):
     """Attention and MLP, with norms before or after them; those before also add to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype, group: Group = ALONE
+    ) -> None:
+        """`group`: ranks among which the layer is divided."""
         super().__init__()
         self.eps = config.rms_norm_eps
         self.norms, self.multiplier = config.norms, config.residual_multiplier
@@ -204,8 +237,8 @@ class DecoderLayer(torch.nn.Module):
 
         self.input_norm, self.attended_norm = norm(self.norms.before_attention), norm(self.norms.after_attention)
         self.post_norm, self.output_norm = norm(self.norms.before_mlp), norm(self.norms.after_mlp)
-        self.attention = Attention(config, layer, device=device, dtype=dtype)
-        self.mlp = GatedMLP(config, layer, device=device, dtype=dtype)
+        self.attention = Attention(config, layer, device=device, dtype=dtype, group=group)
+        self.mlp = GatedMLP(config, layer, device=device, dtype=dtype, group=group)
 
     def forward(
         self,

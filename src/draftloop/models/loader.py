@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from draftloop.attention.base import AttentionBackend
+    from draftloop.distributed.group import Group
     from draftloop.models.decoder import Decoder
     from draftloop.models.fill import Loaded
 
@@ -125,10 +126,13 @@ def load_model(
     max_positions: int | None = None,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    group: Group | None = None,
     show_progress: bool | None = None,
     report: Callable[[Loaded], None] | None = None,
 ) -> Decoder:
     """A decoder with weights: the folder's, or with load_format "dummy" random ones made by `seed`.
+
+    Each rank of a `group` reads its own part (models/shards.py), for which `backend` attends.
 
     Linear layers are quantised as `config` says, on a GPU; a CPU gets the plain weights that they stand for.
     `max_positions` defaults to the model's own length. `show_progress` None shows a bar on terminals only; `report`
@@ -151,12 +155,13 @@ def load_model(
         )
     import torch
 
+    from draftloop.distributed.group import ALONE
     from draftloop.models.fill import fill_from_files
     from draftloop.models.weights import check_kept, dequantise
 
     files = [] if load_format == "dummy" else weight_files(_folder(source), pickled=load_format == "pt")
     max_positions = max_positions or config.max_position_embeddings
-    model = _decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions)
+    model = _decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions, group=group or ALONE)
     if config.quantisation is not None:
         check_kept(model, config.quantisation, config.architecture)
     if load_format == "dummy":
@@ -179,7 +184,13 @@ def keeps_quantised(device: torch.device) -> bool:
 
 
 def _decoder(
-    config: ModelConfig, backend: AttentionBackend, *, device: torch.device, dtype: torch.dtype, max_positions: int
+    config: ModelConfig,
+    backend: AttentionBackend,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int,
+    group: Group,
 ) -> Decoder:
     """The kind of decoder that a config describes, without weights."""
     if isinstance(config, Gemma4Config):
@@ -188,7 +199,7 @@ def _decoder(
         return Gemma4Decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions)
     from draftloop.models.dense import DenseDecoder
 
-    return DenseDecoder(config, backend, device=device, dtype=dtype, max_positions=max_positions)
+    return DenseDecoder(config, backend, device=device, dtype=dtype, max_positions=max_positions, group=group)
 
 
 def fill_dummy(model: Decoder, *, seed: int) -> None:
@@ -196,10 +207,12 @@ def fill_dummy(model: Decoder, *, seed: int) -> None:
     import torch
 
     from draftloop.kernels.quantised import QuantisedWeight
+    from draftloop.models.shards import fill_random, named_slices
     from draftloop.models.weights import named_weights
 
     device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
     generator = torch.Generator(device=device).manual_seed(seed)
+    slices = dict(named_slices(model))
     for name, weight in named_weights(model):
         if isinstance(weight, QuantisedWeight):
             plain = torch.empty(weight.shape, device=device, dtype=dtype).normal_(0, DUMMY_STD, generator=generator)
@@ -207,7 +220,9 @@ def fill_dummy(model: Decoder, *, seed: int) -> None:
         elif name.endswith(("norm", "scalar")):
             weight.data.fill_(1)
         else:
-            weight.data.normal_(0, DUMMY_STD, generator=generator)
+            # rows past the vocabulary are padding
+            memory = weight.data[: model.config.vocab_size] if weight is model.embed_tokens else weight.data
+            fill_random(memory, slices.get(name), DUMMY_STD, generator)
 
 
 def _folder(source: ModelSource) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -15,11 +15,12 @@ from draftloop.kernels.linear_fp8 import Fp8Weight
 from draftloop.kernels.linear_int4 import Int4Weight
 from draftloop.kernels.quantised import Part, QuantisedWeight
 from draftloop.models.quantisation import Quantisation, Scheme
+from draftloop.models.shards import Plain, Shard, Slices, shard
 
 logger = logging.getLogger(__name__)
 
 Memory: TypeAlias = torch.nn.Parameter | QuantisedWeight
-Destination: TypeAlias = Tensor | Part
+Destination: TypeAlias = Tensor | Part | Shard
 """What one tensor of a checkpoint fills."""
 
 
@@ -67,9 +68,17 @@ def split_rows(weight: Memory, sizes: tuple[int, ...]) -> list[Tensor] | list[Pa
     return weight.split(sizes) if isinstance(weight, QuantisedWeight) else list(weight.data.split(sizes))
 
 
-def plain(destinations: Mapping[str, Destination]) -> dict[str, Tensor]:
+def sharded(parts: list[Tensor] | list[Part], slices: Sequence[Slices | None] | None) -> list[Destination]:
+    """What the tensors of a checkpoint fill whose parts these are."""
+    if slices is None:
+        return list(parts)
+    memories = [part for part in parts if isinstance(part, Tensor)]  # quantised ones are not divided
+    return [shard(memory, one) for memory, one in zip(memories, slices, strict=True)]
+
+
+def plain(destinations: Mapping[str, Destination]) -> dict[str, Plain]:
     """Of a drafter's head, whose weights are never quantised."""
-    found = {name: weight for name, weight in destinations.items() if isinstance(weight, Tensor)}
+    found = {name: weight for name, weight in destinations.items() if not isinstance(weight, Part)}
     assert len(found) == len(destinations)
     return found
 

@@ -1,0 +1,209 @@
+"""One process per rank: started from here, or by torchrun, on one machine or several.
+
+From here: the process that makes an engine is rank 0 and starts the others. They meet in a private folder, so nothing
+needs a port of its own, and any number of engines fit on a machine.
+
+By torchrun: all run the same command, and what says that a process is one of them is in its environment (RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Rank 0 runs the command; the others follow it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from typing import TYPE_CHECKING
+
+from draftloop.distributed.followers import Followers, Leader, end_with
+from draftloop.errors import ConfigError, RankError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from draftloop.distributed.group import Group
+
+START_S = 120.0
+"""How long ranks may take to come together, imports included."""
+MODULE = "draftloop.engine.follower"
+"""What a rank that is started from here runs."""
+QUIET_NETWORK = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+"""Multicast by the switch is not used: it needs a fabric manager, and faults of that hang all ranks."""
+_KEY = "draftloop/leader"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where torchrun has put this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Place | None:
+        """None where torchrun has not. Raises ConfigError for an environment that is half there."""
+        if "RANK" not in environ or "WORLD_SIZE" not in environ:
+            return None
+        missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if missing:
+            raise ConfigError(f"RANK and WORLD_SIZE are set, as torchrun does, but {', '.join(missing)} is not")
+        rank, size, local = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        return cls(rank=rank, size=size, local_rank=local)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What a rank needs to join the others."""
+
+    rank: int
+    size: int
+    local_rank: int
+    store: Store
+    followers: Followers | None = None
+    """Of rank 0."""
+    leader: Leader | None = None
+    """Of all others."""
+
+    def join(self, device_type: str) -> Ranks:
+        """All ranks do it together. On GPUs each takes that of its place on the machine."""
+        import torch
+
+        from draftloop.distributed.group import join
+
+        device = torch.device(device_type)
+        if device_type == "cuda":
+            device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(device)
+        return Ranks(group=join(self.store, self.rank, self.size, device), device=device, followers=self.followers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among those that run one engine."""
+
+    group: Group
+    device: torch.device
+    followers: Followers | None = None
+    """Of rank 0, which runs the engine; the others' workers do what its worker does."""
+
+
+def check_place(place: Place | None, num_ranks: int) -> None:
+    """Raises ConfigError where torchrun has started another number of processes than is asked for."""
+    if place is not None and place.size != num_ranks and num_ranks > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {place.size}, as torchrun has it, but the settings ask for {num_ranks} ranks; let them "
+            "agree, or unset RANK and WORLD_SIZE to have the ranks started here"
+        )
+
+
+def meet(num_ranks: int, place: Place | None, *, keep: bool = False) -> Meeting:
+    """Bring the ranks together. Raises RankError where one ends, or does not come in time.
+
+    `keep`: ranks that are started here outlive an engine, for the next one; see `Followers`.
+    """
+    for name, value in QUIET_NETWORK.items():
+        os.environ.setdefault(name, value)
+    return _start(num_ranks, keep=keep) if place is None else _meet_by_torchrun(place)
+
+
+def _start(num_ranks: int, *, keep: bool) -> Meeting:
+    from torch.distributed import FileStore
+
+    folder = tempfile.mkdtemp(prefix="draftloop-")  # readable by this user only
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    secret = secrets.token_bytes(32)
+    processes: list[subprocess.Popen] = []
+    try:
+        with Listener(f"{folder}/leader", authkey=secret) as listener:
+            for rank in range(1, num_ranks):
+                call = pickle.dumps((rank, num_ranks, folder, secret, sys.path))
+                command = [sys.executable, "-m", MODULE]
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+                processes.append(process)
+                assert process.stdin is not None
+                process.stdin.write(call)  # stays open: its end is the end of this process
+                process.stdin.flush()
+            connections = _accept(listener, num_ranks - 1, processes)
+        store = FileStore(f"{folder}/store", num_ranks)
+        followers = Followers(connections, processes, keep=keep)
+        return Meeting(rank=0, size=num_ranks, local_rank=0, store=store, followers=followers)
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+
+
+def join_from_stdin() -> Meeting:
+    """As a rank that rank 0 has started."""
+    from torch.distributed import FileStore
+
+    rank, size, folder, secret, path = pickle.load(sys.stdin.buffer)
+    sys.path[:] = path
+    end_with(lambda: sys.stdin.buffer.read(1))
+    connection = Client(f"{folder}/leader", authkey=secret)
+    connection.send_bytes(pickle.dumps(rank))
+    store = FileStore(f"{folder}/store", size)
+    return Meeting(rank=rank, size=size, local_rank=rank, store=store, leader=Leader(connection))
+
+
+def _meet_by_torchrun(place: Place) -> Meeting:
+    from torch.distributed import PrefixStore, rendezvous
+
+    store, rank, size = next(rendezvous("env://"))
+    store = PrefixStore("draftloop", store)
+    if rank > 0:
+        host, port, secret = store.get(_KEY).decode().split()
+        connection = Client((host, int(port)), authkey=bytes.fromhex(secret))
+        _send_soon(connection)
+        connection.send_bytes(pickle.dumps(rank))
+        return Meeting(rank=rank, size=size, local_rank=place.local_rank, store=store, leader=Leader(connection))
+    secret = secrets.token_bytes(32)
+    host = os.environ["MASTER_ADDR"]
+    with Listener((host, 0), authkey=secret) as listener:
+        host, port = listener.address
+        store.set(_KEY, f"{host} {port} {secret.hex()}")
+        connections = _accept(listener, size - 1, [])
+    for connection in connections:
+        _send_soon(connection)
+    return Meeting(rank=0, size=size, local_rank=place.local_rank, store=store, followers=Followers(connections))
+
+
+def _send_soon(connection: Connection) -> None:
+    """Small messages do not wait for each other."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _accept(listener: Listener, count: int, processes: list[subprocess.Popen]) -> list[Connection]:
+    """The connections of ranks 1 and on, in their order."""
+    found: dict[int, Connection] = {}
+
+    def accept() -> None:
+        while len(found) < count:
+            connection = listener.accept()
+            found[pickle.loads(connection.recv_bytes())] = connection
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    end = time.monotonic() + START_S
+    while thread.is_alive():
+        thread.join(0.05)
+        for rank, process in enumerate(processes, 1):
+            if (code := process.poll()) is not None:
+                raise RankError(f"rank {rank} has ended before it began (exit code {code}); see its own output")
+        if time.monotonic() > end:
+            missing = sorted({*range(1, count + 1)} - found.keys())
+            raise RankError(f"ranks {missing} have not come within {START_S:.0f} s")
+    return [found[rank] for rank in sorted(found)]

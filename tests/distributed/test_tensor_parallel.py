@@ -1,0 +1,279 @@
+"""Two ranks say what one says, token for token, whatever drafts; and end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftloop.config.engine import EngineConfig
+from draftloop.distributed.group import ALONE
+from draftloop.distributed.launcher import Ranks
+from draftloop.drafters.base import DRAFTERS, load_drafters
+from draftloop.engine.follower import gather
+from draftloop.engine.llm import LLM
+from draftloop.errors import ConfigError, RankError
+from draftloop.models.loader import load_config, load_model, resolve_model
+from draftloop.request import SamplingParams
+from helpers import (
+    answers,
+    engine,
+    example_configs,
+    greedy,
+    make_engine,
+    prompts,
+    tiny_model,
+    works_on_host,
+)
+
+load_drafters()
+
+CASES = [
+    pytest.param(name, index, id=f"{name}-{index}" if index else name)
+    for name in sorted(DRAFTERS)
+    for index in range(len(example_configs().get(name, [])))
+    if name != "gemma4_mtp"  # whose target cannot be divided
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def ranks(request):
+    """Two ranks, for engine after engine."""
+    device = request.param
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    config = EngineConfig(model=tiny_model(), tensor_parallel_size=2, device=device)
+    found = gather(config, device, keep=True)
+    yield found
+    assert found.followers is not None
+    found.followers.close()
+
+
+def pair(ranks: Ranks, **settings) -> tuple[LLM, LLM]:
+    """The same engine on one rank and on two."""
+    settings = {"device": ranks.device.type, "dtype": "float32", "cudagraph_capture_sizes": (2, 4), **settings}
+    return engine(**settings), make_engine(ranks=ranks, tensor_parallel_size=2, **settings)
+
+
+def speculation_counts(llm: LLM) -> dict:
+    return {name: value for name, value in llm.get_metrics().items() if name.startswith("spec_decode")}
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_text_and_drafts_are_those_of_one_rank(name, index, ranks, tmp_path):
+    spec = example_configs()[name][index]
+    if name == "extract_hidden_states":
+        spec = {**spec, "output_dir": str(tmp_path)}
+    loop = {} if works_on_host(name, index) else {"device_loop": 8}
+    alone, divided = pair(ranks, speculative_config=spec, **loop)
+    asked, params = prompts(3), greedy(20)
+    try:
+        assert answers(divided.generate(asked, params)) == answers(alone.generate(asked, params))
+        if not DRAFTERS[name].forced_acceptance:
+            assert speculation_counts(divided) == speculation_counts(alone)
+        if alone.engine.core.worker.loop:
+            assert any(row.iterations for row in divided.get_graph_report().loops), "nothing looped"
+    finally:
+        divided.close()
+
+
+def test_whole_drafters_sampling_grammars_and_processors(ranks):
+    """What only rank 0 knows reaches the others: seeds, masks, biases; the drafter is whole on each."""
+    spec = {**example_configs()["eagle3"][0], "draft_tensor_parallel_size": 1}
+    alone, divided = pair(ranks, speculative_config=spec, max_num_seqs=4, model=tiny_model("spoken", words="w"))
+    asked = prompts(4)
+    params = [
+        SamplingParams(temperature=0.9, top_k=20, seed=7, max_tokens=16),
+        SamplingParams(temperature=0, repetition_penalty=1.3, logit_bias={3: 2.0}, max_tokens=16, logprobs=2),
+        SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=16, allowed_token_ids=list(range(40))),
+        SamplingParams(temperature=0, max_tokens=9),
+    ]
+    try:
+        assert answers(divided.generate(asked, params)) == answers(alone.generate(asked, params))
+        assert speculation_counts(divided) == speculation_counts(alone)
+        assert divided.engine.drafter.head.lm_head.shape == alone.engine.drafter.head.lm_head.shape
+        lm_heads = [divided.engine.drafter.target.group.size]
+        assert lm_heads == [2]
+    finally:
+        divided.close()
+
+
+def test_a_preempted_request_and_a_shared_prefix(ranks):
+    """Pages that move, that are shared and that are copied, are the same on every rank."""
+    alone, divided = pair(ranks, max_model_len=64, kv_cache_memory_bytes=9 * 2 * 2 * 16 * 2 * 16 * 4 * 2)
+    asked = [[*range(1, 30), end] for end in (40, 41, 42, 43)]
+    try:
+        for _ in range(2):
+            assert answers(divided.generate(asked, greedy(24))) == answers(alone.generate(asked, greedy(24)))
+        assert divided.get_metrics()["num_preemptions"] == alone.get_metrics()["num_preemptions"]
+    finally:
+        divided.close()
+
+
+# ---- weights --------------------------------------------------------------------------------
+
+
+class Rank:
+    """Stands for one of several ranks where nothing is exchanged."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_shards_are_the_parts_of_the_whole(load_format):
+    """With fewer key/value heads than ranks, and a vocabulary that they do not divide."""
+    source = resolve_model(tiny_model("odd", vocab=157), load_format="auto")
+    config = load_config(source)
+
+    def load(group):
+        return load_model(
+            source, config, None, device=torch.device("cpu"), dtype=torch.float32, load_format=load_format, group=group
+        )
+
+    whole, parts = load(ALONE), [load(Rank(rank, 4)) for rank in range(4)]
+    assert torch.equal(torch.cat([part.lm_head for part in parts])[:157], whole.lm_head)
+    assert not parts[-1].lm_head[-3:].any()
+    for layer, (first, *_) in enumerate(zip(whole.decoder_layers, strict=True)):
+        mine = [part.decoder_layers[layer] for part in parts]
+        q, k, v = first.attention.qkv_weight.split(first.attention.qkv_sizes)
+        qs, ks, vs = zip(*(one.attention.qkv_weight.split(one.attention.qkv_sizes) for one in mine), strict=True)
+        assert torch.equal(torch.cat(qs), q)
+        for got, expected in ((ks, k), (vs, v)):
+            assert torch.equal(torch.cat([got[0], got[2]]), expected)
+            assert torch.equal(got[0], got[1])
+        assert torch.equal(torch.cat([one.attention.o_weight for one in mine], 1), first.attention.o_weight)
+        gates, ups = zip(*(one.mlp.gate_up_weight.chunk(2) for one in mine), strict=True)
+        assert torch.equal(torch.cat([*gates, *ups]), first.mlp.gate_up_weight)
+        assert torch.equal(torch.cat([one.mlp.down_weight for one in mine], 1), first.mlp.down_weight)
+
+
+# ---- what cannot be -------------------------------------------------------------------------
+
+DRAFT_MODEL = {"method": "draft_model", "model": tiny_model("near-draft-3", seed=1), "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; it must be 1; raise tensor_parallel_size"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, but it does not divide the 4 attention heads"),
+        ({"tensor_parallel_size": 2, "enable_lora": True}, "enable_lora is set"),
+        ({"tensor_parallel_size": 2, "quantization": "fp8"}, "quantised weights are not divided"),
+        (
+            {"tensor_parallel_size": 2, "speculative_config": {**DRAFT_MODEL, "draft_tensor_parallel_size": 4}},
+            "draft_tensor_parallel_size is 4; it must be 1, or tensor_parallel_size, 2",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_anything_starts(settings, message, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(**settings)
+
+
+def test_a_gpu_for_each_rank_is_needed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but this machine has 1 GPU"):
+        gather(EngineConfig(model=tiny_model(), tensor_parallel_size=2), "cuda")
+
+
+def test_torchrun_must_have_started_as_many_processes(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    config = EngineConfig(model=tiny_model(), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT is not"):
+        gather(config, "cpu")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 4, as torchrun has it, but the settings ask for 2 ranks"):
+        gather(config, "cpu")
+
+
+# ---- life and death -------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, time
+from draftloop import LLM, SamplingParams
+llm = LLM({model!r}, tensor_parallel_size=2, device="cpu", max_model_len=128, max_num_seqs=2)
+params = SamplingParams(temperature=0, max_tokens=8)
+print(llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids, flush=True)
+if "wait" in sys.argv:
+    time.sleep(60)
+llm.close()
+"""
+
+
+def test_by_torchrun_rank_0_runs_the_script():
+    torchrun = Path(sys.executable).with_name("torchrun")
+    script = Path(tiny_model()).parent / "two_ranks.py"
+    script.write_text(SCRIPT.format(model=tiny_model()))
+    command = [torchrun, "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    expected = answers(engine().generate([[1, 2, 3]], greedy(8)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(expected[0])], "once, by rank 0"
+
+
+def test_a_killed_rank_is_noticed_with_the_cause():
+    llm = make_engine(tensor_parallel_size=2)
+    followers = llm.engine.core.worker.followers
+    (process,) = followers._processes
+    llm.generate([[1, 2, 3]], greedy(4))
+    os.kill(process.pid, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 has ended: killed by signal 9"):
+        _ = [llm.generate([[1, 2, 3]], greedy(4)) for _ in range(10_000)]
+    assert time.monotonic() < begin + 10
+    followers.close()
+
+
+def test_a_process_that_notices_nothing_ends_too(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(SCRIPT.format(model=tiny_model()))
+    with subprocess.Popen(
+        [sys.executable, script, "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline()
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        begin = time.monotonic()
+        os.kill(int(children[0]), signal.SIGKILL)
+        _, error = job.communicate(timeout=10)
+        assert time.monotonic() < begin + 10
+    assert job.returncode == 1
+    assert "rank 1 has ended: killed by signal 9" in error
+
+
+def test_a_rank_whose_leader_is_gone_ends(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(SCRIPT.format(model=tiny_model()))
+    with subprocess.Popen([sys.executable, script, "wait"], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline()
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        job.kill()
+        begin = time.monotonic()
+        while Path(f"/proc/{children[0]}").exists() and time.monotonic() < begin + 10:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{children[0]}").exists()
+
+
+def test_what_cannot_be_sent_is_refused():
+    with pytest.raises(ConfigError, match="cannot be sent to other processes"):
+        make_engine(
+            tensor_parallel_size=2,
+            speculative_config={"method": "scripted", "script": lambda *_: [], "num_speculative_tokens": 1},
+        )
