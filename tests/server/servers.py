@@ -174,6 +174,7 @@ def running(
     ready: bool = True,
     silence_s: int = 15,
     limits: Sequence[str] = LIMITS,
+    start_s: float = 30.0,
     **environment: str,
 ) -> Iterator[Server]:
     """A server over the byte model; `script` is the file of a scripted drafter's answers."""
@@ -190,7 +191,7 @@ def running(
         )
     server = Server(process, log)
     try:
-        server.wait_until(lambda: "listening at" in log.read_text() or process.poll() is not None)
+        server.wait_until(lambda: "listening at" in log.read_text() or process.poll() is not None, timeout_s=start_s)
         assert process.poll() is None, log.read_text()
         server.port = int(re.findall(r"listening at http://127\.0\.0\.1:(\d+)", log.read_text())[0])
         if ready:
