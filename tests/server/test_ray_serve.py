@@ -113,7 +113,16 @@ def test_a_dead_engine_takes_its_replica_along_and_no_new_request_with_it(server
 def test_an_update_under_load_loses_nothing(server):
     cluster = re.findall(r"\(cluster (\S+)\)", server.log.read_text())[0]
     command = [sys.executable, "-m", "draftloop", "serve", MODEL, *LIMITS, "--ray", "--ray-address", cluster]
-    new = ["--cpus-per-replica", "0.5", "--served-model-name", "new", "--max-surge-percent", "100"]
+    new = [
+        "--cpus-per-replica",
+        "0.5",
+        "--routing",
+        "prefix",
+        "--served-model-name",
+        "new",
+        "--max-surge-percent",
+        "100",
+    ]
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}  # what a cluster of one's own wants
     count = 0
     with subprocess.Popen(
@@ -138,6 +147,27 @@ def test_an_update_under_load_loses_nothing(server):
 def test_replicas_that_the_machine_has_no_room_for_are_refused(found, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         ReplicaOptions(ray=True, min_replicas=2, cpus_per_replica=2).check_room(found, gpus_per_replica=1)
+
+
+def test_a_configuration_file_of_rays_names_the_same_settings():
+    settings = {"model": MODEL, "device": "cpu", "max_num_seqs": 3, "max_replicas": 5, "routing": "prefix"}
+    code = f"""
+from draftloop.server.ray_serve import build
+deployment = build({settings | {"served_model_name": ["a", "b"]}!r})._bound_deployment
+config, options, _ = deployment.init_args
+print(config.max_num_seqs, options.served_model_name, deployment._deployment_config.max_ongoing_requests)
+print(deployment._deployment_config.autoscaling_config.max_replicas)
+print(deployment._deployment_config.request_router_config.request_router_class)
+try: build({{"modell": "x"}})
+except Exception as error: print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "3 ('a', 'b') 6",
+        "5",
+        "draftloop.server.ray_router:PrefixRouter",
+        "unknown engine setting 'modell'; did you mean 'model'?",
+    ]
 
 
 @pytest.mark.parametrize(

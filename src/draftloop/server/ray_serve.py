@@ -32,9 +32,9 @@ LAST_WORDS_S = 1.0
 """What a replica whose engine has died still has to tell its clients."""
 CONSTRUCTOR_TRIES = 2
 PROXY_CALLBACK = "draftloop.server.ray_proxy.middlewares"
-ROUTERS = {
-    "least_loaded": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-    "prefix": "draftloop.server.ray_router:PrefixRouter",
+ROUTERS: dict[str, dict[str, Any]] = {
+    "least_loaded": {},  # Ray's own
+    "prefix": {"request_router_class": "draftloop.server.ray_router:PrefixRouter"},
 }
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 """For Serve's own processes; the engines log as ever."""
@@ -78,8 +78,7 @@ def make_application(
 ) -> serve.Application:
     """What Ray deploys, and under which rules."""
     rows = config.max_num_seqs
-    deployment = serve.deployment(
-        serve.ingress()(Replica),
+    deploy = serve.deployment(
         name=DEPLOYMENT,
         ray_actor_options={"num_cpus": replicas.cpus_per_replica, "num_gpus": gpus_per_replica(config, replicas)},
         # A replica holds what it runs and as much again; what waits beyond that may still go to any of them.
@@ -96,12 +95,12 @@ def make_application(
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=options.shutdown_timeout_s + 10,  # the engine has to end after its requests
-        request_router_config={"request_router_class": ROUTERS[replicas.routing]},
+        request_router_config=ROUTERS[replicas.routing],
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
         max_surge_percent=replicas.max_surge_percent,
         logging_config=QUIET,
     )
-    return deployment.bind(config, options, log_level)
+    return deploy(serve.ingress()(Replica)).bind(config, options, log_level)
 
 
 def build(settings: dict[str, Any]) -> serve.Application:
@@ -111,11 +110,15 @@ def build(settings: dict[str, Any]) -> serve.Application:
     ConfigError.
     """
     values = {"ray": True, **settings}
-    server, replicas = (
-        cls(**{field.name: values.pop(field.name) for field in fields(cls) if field.name in values})
-        for cls in (ServerOptions, ReplicaOptions)
-    )
-    return make_application(EngineConfig.from_mapping(**values), server, replicas)
+    options = ServerOptions(**_take(ServerOptions, values))
+    replicas = ReplicaOptions(**_take(ReplicaOptions, values))
+    return make_application(EngineConfig.from_mapping(**values), options, replicas)
+
+
+def _take(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Move what belongs to a dataclass out of `values`; the files' lists are its tuples."""
+    found = {field.name: values.pop(field.name) for field in fields(cls) if field.name in values}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def gpus_per_replica(config: EngineConfig, replicas: ReplicaOptions) -> int:
