@@ -1,15 +1,18 @@
-"""Which tiles are fastest for layers of quantised weights: what `MEASURED` of the formats' kernels is made of.
+"""Which kernel and which tiles are fastest for layers of quantised weights: what their `MEASURED` are made of.
 
-    python -m draftloop.bench.sweep_quantised --out sweep.json            # on the GPU; keeps what it has when cut off
-    python -m draftloop.bench.sweep_quantised --entries sweep.json        # anywhere: the tables' entries
+    python -m draftloop.bench.sweep_quantised --formats fp8 --out fp8.json   # on the GPU; keeps what it has if cut off
+    python -m draftloop.bench.sweep_quantised --show fp8.json                # anywhere: the tables again
 
-All tiles are timed at 6 tokens, the fastest few at other numbers too. Sums of layers split along K are added up by
-the norm that follows, which is timed with them.
+Each layer is timed at few tokens, at some and at many, with the candidates of each. Every result is compared with exact
+sums first: what is wrong is listed and cannot win. Every time includes the kernel that follows the layer in a model:
+the norm that adds up the sums of split layers, and with many tokens the gated activation, which some candidates
+include. "bf16" is the same layer with plain weights, as the engine runs it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import time
@@ -21,192 +24,401 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftloop.bench.kernels import BYTES_PER_SECOND, COLD_BYTES, DTYPE, time_us
+from draftloop.bench.kernels import BYTES_PER_SECOND, COLD_BYTES, DTYPE, OPERATIONS_PER_SECOND, time_us
 from draftloop.bench.stamp import stamp
-from draftloop.kernels.linear import Tiles
+from draftloop.kernels import linear_planes, linear_w8a8
+from draftloop.kernels.gated_linear import gated_linear
+from draftloop.kernels.linear import Tiles, linear, residual_linear
 from draftloop.kernels.linear_fp8 import Fp8Weight
 from draftloop.kernels.linear_int4 import Int4Weight
+from draftloop.kernels.linear_planes import BLOCK, Planes, PlaneTiles
+from draftloop.kernels.linear_wide import Kind, WideTiles, token_parts
 from draftloop.kernels.quantised import QuantisedWeight
 from draftloop.kernels.rms_norm import add_rms_norm
+from draftloop.kernels.silu_mul import silu_mul
+
+FORMATS: dict[str, Callable[[int, int, torch.device], QuantisedWeight]] = {
+    "int4": lambda columns, size, device: Int4Weight(columns, size, group_size=BLOCK, device=device),
+    "fp8": lambda columns, size, device: Fp8Weight(columns, size, activations="dynamic", device=device),
+    "int4_zeros": lambda columns, size, device: Int4Weight(
+        columns, size, group_size=BLOCK, has_zeros=True, device=device
+    ),
+    "fp8_block": lambda columns, size, device: Fp8Weight(columns, size, block=(BLOCK, BLOCK), device=device),
+}
+
+
+class Layer(NamedTuple):
+    name: str
+    columns: int
+    size: int
+    kind: Kind
+
 
 LAYERS = [
-    # name, columns, size, whether the residual norm follows
-    ("down", 4096, 14336, True),
-    ("gate_up", 28672, 4096, False),
-    ("qkv", 6144, 4096, False),
-    ("o", 4096, 4096, True),
+    Layer("gate_up", 28672, 4096, Kind.GATED),
+    Layer("down", 4096, 14336, Kind.SUMS),
+    Layer("qkv", 6144, 4096, Kind.PLAIN),
+    Layer("o", 4096, 4096, Kind.SUMS),
 ]
-FORMATS: dict[str, Callable[[int, int, torch.device], QuantisedWeight]] = {
-    "int4": lambda columns, size, device: Int4Weight(columns, size, group_size=128, device=device),
-    "fp8": lambda columns, size, device: Fp8Weight(columns, size, device=device),
-    "int4_zeros": lambda columns, size, device: Int4Weight(
-        columns, size, group_size=128, has_zeros=True, device=device
-    ),
-    "fp8_block": lambda columns, size, device: Fp8Weight(columns, size, block=(128, 128), device=device),
-}
-TOKENS = 6
-OTHER_TOKENS = (1, 32, 64)
+TOKENS = {"few": (6, 1), "many": (192, 96), "some": (32, 64)}
+"""All candidates are timed at the first number, the fastest at the others too."""
 FINALISTS = 3
-"""Timed at the other numbers of tokens too."""
-SHARED_BYTES = 220 << 10
-MAX_ERROR = 1e-2
-"""Of the norm of the difference to exact sums; larger: the kernel is wrong."""
+PER_NAME = 1
+"""Candidates of each name that are finalists whatever the others do."""
+NUM_SMS = 132
+SHARED_BYTES = 226 << 10
+MAX_ERROR = {"exact": 5e-3, "rounded": 0.045}
+"""Of the norm of the difference to exact sums, with activations in 16 bits and in 8; larger: the kernel is wrong."""
+SMALL = 2.0**-10
+"""Results are compared for activations that are so much smaller, too."""
+
+Launch = tuple[Any, Any, Any, dict[str, Any]]
+"""A Triton kernel, its arguments, grid and options."""
+
+
+class Copy(NamedTuple):
+    """One copy of a layer's weights, in the forms that candidates read."""
+
+    weight: QuantisedWeight
+    planes: Planes
+    plain: Tensor
+
+
+class Candidate(NamedTuple):
+    """One way to run a layer."""
+
+    name: str
+    tiles: tuple
+    launch: Callable[[Copy, Tensor], tuple[Launch, Tensor]] | None
+    """What to launch, and where its result will be; None: `run` alone, of nothing that wants compiling."""
+    run: Callable[[Copy, Tensor], Tensor]
+    accuracy: str = "exact"
+
+
+def launched(
+    name: str, tiles: tuple, launch: Callable[[Copy, Tensor], tuple[Launch, Tensor]], accuracy: str = "exact"
+) -> Candidate:
+    def run(copy: Copy, x: Tensor) -> Tensor:
+        (kernel, arguments, grid, options), out = launch(copy, x)
+        kernel[grid](*arguments, **options)
+        return out
+
+    return Candidate(name, tiles, launch, run, accuracy)
+
+
+def output(layer: Layer, splits: int, x: Tensor, *, gated: bool = False) -> Tensor:
+    columns = layer.columns // 2 if gated else layer.columns
+    shape = (x.shape[0], columns) if splits == 1 else (splits, x.shape[0], columns)
+    return torch.empty(shape, dtype=DTYPE if splits == 1 else torch.float32, device=x.device)
+
+
+def present(layer: Layer, tiles: Tiles) -> Candidate:
+    def launch(copy: Copy, x: Tensor) -> tuple[Launch, Tensor]:
+        out = output(layer, tiles.splits, x)
+        call = copy.weight.kernel_call(x, None, out, tiles)
+        return (call.kernel, call.arguments, copy.weight._grid(x, tiles), call.options), out
+
+    return launched("columns", tiles, launch)
+
+
+def planes(layer: Layer, name: str, tiles: PlaneTiles, **how: Any) -> Candidate:
+    def launch(copy: Copy, x: Tensor) -> tuple[Launch, Tensor]:
+        out = output(layer, tiles.splits, x)
+        call = linear_planes.launch_arguments(x, copy.planes, None, out, tiles=tiles, **how)
+        return (linear_planes._linear_planes_kernel, *call), out
+
+    return launched(name, tiles, launch)
+
+
+def w8a8(layer: Layer, tiles: PlaneTiles) -> Candidate:
+    def launch(copy: Copy, x: Tensor) -> tuple[Launch, Tensor]:
+        assert isinstance(copy.weight, Fp8Weight)
+        out = output(layer, tiles.splits, x)
+        call = linear_w8a8.few_arguments(x, copy.weight.weight_NK, copy.weight.scale_PQ, None, out, tiles=tiles)
+        return (linear_w8a8._few_kernel, *call), out
+
+    return launched("w8a8", tiles, launch, "rounded")
+
+
+def wide_w8a8(layer: Layer, tiles: WideTiles, *, gated: bool) -> Candidate:
+    kind = Kind.GATED if gated else Kind.SUMS if tiles.splits > 1 else Kind.PLAIN
+
+    def launch_of(copy: Copy, x_TK: Tensor, scale_T1: Tensor, out: Tensor) -> Launch:
+        assert isinstance(copy.weight, Fp8Weight)
+        call = linear_w8a8.many_arguments(
+            x_TK, scale_T1, copy.weight.weight_NK, copy.weight.scale_PQ, None, out, kind=kind, tiles=tiles
+        )
+        return (linear_w8a8._many_kernel, *call)
+
+    def launch(copy: Copy, x: Tensor) -> tuple[Launch, Tensor]:
+        out = output(layer, tiles.splits, x, gated=gated)
+        scale_T1 = torch.empty(x.shape[0], 1, device=x.device)
+        return launch_of(copy, torch.empty_like(x, dtype=torch.float8_e4m3fn), scale_T1, out), out
+
+    def run(copy: Copy, x: Tensor) -> Tensor:
+        out = output(layer, tiles.splits, x, gated=gated)
+        kernel, arguments, grid, options = launch_of(copy, *linear_w8a8.quantise_triton(x), out)
+        kernel[grid](*arguments, **options)
+        return out
+
+    return Candidate("wide_w8a8" + "_gated" * gated, tiles, launch, run, "rounded")
+
+
+def scaled_mm(copy: Copy, x: Tensor) -> Tensor:
+    assert isinstance(copy.weight, Fp8Weight)
+    x_TK, scale_T1 = linear_w8a8.quantise_triton(x)
+    weight = copy.weight
+    return torch._scaled_mm(x_TK, weight.weight_NK.t(), scale_a=scale_T1, scale_b=weight.scale_PQ.t(), out_dtype=DTYPE)
+
+
+def plain(layer: Layer, copy: Copy, x: Tensor) -> Tensor:
+    if layer.kind is Kind.GATED and x.shape[0] > 64:
+        return gated_linear(x, copy.plain)
+    return (residual_linear if layer.kind is Kind.SUMS else linear)(x, copy.plain)
+
+
+def candidates(form: str, layer: Layer, regime: str) -> Iterator[Candidate]:
+    tokens = TOKENS[regime][0]
+    yield Candidate("bf16", (), None, functools.partial(plain, layer))
+    yield Candidate("engine", (), None, functools.partial(engine, layer))
+    integer, blocks = form.startswith("int4"), form == "fp8_block"
+    if regime == "many" and form == "fp8":
+        yield Candidate("scaled_mm", (), None, scaled_mm, "rounded")
+        for tiles in wide_tiles(layer, tokens):
+            yield wide_w8a8(layer, tiles, gated=layer.kind is Kind.GATED)
+        return
+    for tiles in plane_tiles(layer, regime, integer=integer):
+        if not integer:
+            yield planes(layer, "planes", tiles)
+            if regime == "few" and not blocks and tiles.num_stages == 3:
+                yield planes(layer, "planes_raw", tiles, raw=True)
+        elif regime == "few" or tiles.num_warps == 2 or form.endswith("zeros"):
+            yield planes(layer, "planes", tiles)
+        if not form.endswith("zeros") and (tiles.num_warps == 4 and tiles.num_stages >= 4):
+            yield planes(layer, "planes_minus", tiles, middle="weights")
+    if form == "fp8" and regime != "many":
+        for tiles in plane_tiles(layer, regime, integer=False):
+            yield w8a8(layer, tiles)
+
+
+def engine(layer: Layer, copy: Copy, x: Tensor) -> Tensor:
+    """What the engine does now."""
+    return (residual_linear if layer.kind is Kind.SUMS else linear)(x, copy.weight)
+
+
+def plane_tiles(layer: Layer, regime: str, *, integer: bool) -> Iterator[PlaneTiles]:
+    """Those that give every SM something to read, and fit shared memory with as much in flight as is of use."""
+    shapes = {
+        "few": ((32, 256, 2), (32, 512, 2), (64, 128, 4), (64, 256, 4), (64, 256, 2), (128, 128, 4), (128, 256, 4)),
+        "some": ((64, 128, 4), (64, 256, 4), (128, 128, 4), (64, 128, 2)),
+        "many": ((64, 128, 4), (128, 128, 4), (128, 128, 8)),
+    }[regime]
+    limits = {"few": (8,), "some": (32,), "many": (64, 128, 256)}[regime]
+    all_splits = (1, 2, 4, 8) if layer.kind is Kind.SUMS else (1,)
+    for (block_n, block_k, warps), limit, splits in itertools.product(shapes, limits, all_splits):
+        programs = -(-layer.columns // block_n) * splits
+        weight_bytes = block_n * block_k // (2 if integer else 1)
+        room = min(5, SHARED_BYTES // (weight_bytes + limit * block_k * DTYPE.itemsize))
+        enough = 60 if regime == "many" else 90
+        if layer.size % (block_k * splits) or not enough <= programs <= 900:
+            continue
+        if room < 3 or limit * block_n > 4096 * warps:
+            continue
+        for stages in sorted({3, room} if regime == "few" and block_k == 128 else {min(4, room)}):
+            yield PlaneTiles(block_n, block_k, splits, limit, warps, stages)
+
+
+def wide_tiles(layer: Layer, tokens: int) -> Iterator[WideTiles]:
+    gated = layer.kind is Kind.GATED
+    shapes = ((128, 8, 1), (128, 4, 1), (64, 4, 2), (256, 8, 1))
+    all_splits = (1, 2, 3, 4) if layer.kind is Kind.SUMS else (1,)
+    for (block_n, warps, per_sm), block_k, limit, splits in itertools.product(
+        shapes, (128, 256), (96, 192), all_splits
+    ):
+        parts = token_parts(tokens, limit)
+        part = parts.first + parts.second
+        programs = parts.blocks * -(-layer.columns // block_n) * splits
+        registers = block_n * part // (32 * warps)
+        stages = min(6, (SHARED_BYTES // per_sm - 1024) // ((block_n + part) * block_k))
+        if registers > 160 or stages < 3 or (gated and block_n == 64) or not 60 <= programs <= 700:
+            continue
+        yield WideTiles(block_n, block_k, splits, limit, warps, stages)
 
 
 class Cell(NamedTuple):
-    """One layer in one format, with its candidates being compiled."""
+    """One layer in one format at some number of tokens, with its candidates being compiled."""
 
     form: str
-    layer: tuple[str, int, int, bool]
-    weight: QuantisedWeight
-    candidates: list[tuple[Tiles, Future[None]]]
+    layer: Layer
+    regime: str
+    candidates: list[tuple[Candidate, Future[None]]]
 
 
-def candidates(form: str, columns: int, size: int, *, may_split: bool) -> Iterator[Tiles]:
-    """Those that give every SM something to read, and fit shared memory."""
-    widths = ((32, 256), (64, 128), (64, 256), (128, 128), (128, 256), (256, 128))
-    if form.startswith("int4"):
-        widths = ((32, 256), (32, 512), (64, 128), (64, 256), (64, 512), (128, 128), (128, 256), (256, 128))
-    for (block_n, block_k), stages, splits in itertools.product(widths, (3, 5), (1, 2, 4, 8) if may_split else (1,)):
-        programs = -(-columns // block_n) * splits
-        weight_bytes = block_n * block_k // (2 if form.startswith("int4") else 1)
-        shared = stages * (weight_bytes + 16 * block_k * DTYPE.itemsize)
-        if size % (block_k * splits) == 0 and shared <= SHARED_BYTES and 90 <= programs <= 1200:
-            yield Tiles(block_n, block_k, splits, 8 if block_n == 256 else 4, stages)
+def as_planes(weight: QuantisedWeight) -> Planes:
+    if isinstance(weight, Int4Weight):
+        strides = (1, weight.shape[0])
+        return Planes(
+            weight.packed_BNJ, weight.scale_GN, strides, weight.group_size, 1, weight.row_scale_N, weight.zero_GN
+        )
+    assert isinstance(weight, Fp8Weight)
+    packed_BNJ = linear_planes.pack_fp8(weight.weight_NK)
+    if weight.block is None:
+        return Planes(packed_BNJ, weight.scale_PQ, (0, 0), row_scale_N=weight.scale_PQ)
+    return Planes(packed_BNJ, weight.scale_PQ, (weight.scale_PQ.shape[1], 1), weight.block[1], weight.block[0])
 
 
-def plan(forms: list[str], pool: ThreadPoolExecutor, device: torch.device) -> list[Cell]:
+def plan(forms: list[str], regimes: list[str], pool: ThreadPoolExecutor, device: torch.device) -> list[Cell]:
     """Has everything compiled, what is measured first first."""
     cells = []
     for form, layer in itertools.product(forms, LAYERS):
-        _, columns, size, may_split = layer
-        weight, x = FORMATS[form](columns, size, device), torch.empty(TOKENS, size, dtype=DTYPE, device=device)
-        found = []
-        for tiles in candidates(form, columns, size, may_split=may_split):
-            out = output(tiles, TOKENS, columns, device)
-            found.append((tiles, pool.submit(weight.compile_ahead, x, None, out, tiles)))
-        cells.append(Cell(form, layer, weight, found))
+        weight = FORMATS[form](layer.columns, layer.size, device)
+        blank = Copy(weight, as_planes(weight), torch.empty(0, device=device))
+        for regime in regimes:
+            found = []
+            for candidate in candidates(form, layer, regime):
+                futures = [pool.submit(compile_ahead, candidate, blank, TOKENS[regime], layer.size)]
+                found.append((candidate, futures[0]))
+            cells.append(Cell(form, layer, regime, found))
     return cells
 
 
-def output(tiles: Tiles, tokens: int, columns: int, device: torch.device) -> Tensor:
-    shape, dtype = ((tokens, columns), DTYPE) if tiles.splits == 1 else ((tiles.splits, tokens, columns), torch.float32)
-    return torch.empty(shape, dtype=dtype, device=device)
+def compile_ahead(candidate: Candidate, blank: Copy, all_tokens: tuple[int, ...], size: int) -> None:
+    """For the first number of tokens: what the others need differs for few candidates."""
+    if candidate.launch is not None:
+        x = torch.empty(all_tokens[0], size, dtype=DTYPE, device=blank.plain.device)
+        (kernel, arguments, grid, options), _ = candidate.launch(blank, x)
+        kernel.warmup(*arguments, grid=grid, **options)
 
 
 @torch.inference_mode()
-def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
-    """The time and error of each candidate, fastest first."""
-    name, columns, size, followed = cell.layer
+def copies_of(form: str, layer: Layer, device: torch.device) -> list[Copy]:
     torch.manual_seed(0)
-    plain = torch.randn(columns, size, dtype=DTYPE, device=device) * size**-0.5
-    values = cell.weight.quantise(plain)
-    cell.weight.fill(0, values)
-    copies = [cell.weight]
-    while len(copies) * cell.weight.nbytes < COLD_BYTES:
-        copies.append(FORMATS[cell.form](columns, size, device))
-        copies[-1].fill(0, values)
-    exact, norm = cell.weight.dequantise(torch.float32), torch.ones(columns, dtype=DTYPE, device=device)
-    inputs = {tokens: torch.randn(tokens, size, dtype=DTYPE, device=device) for tokens in (TOKENS, *OTHER_TOKENS)}
+    plain = torch.randn(layer.columns, layer.size, dtype=DTYPE, device=device) * layer.size**-0.5
+    copies: list[Copy] = []
+    while not copies or len(copies) * copies[0].weight.nbytes < COLD_BYTES:
+        weight = FORMATS[form](layer.columns, layer.size, device)
+        weight.fill(0, weight.quantise(plain))
+        copies.append(Copy(weight, as_planes(weight), plain.clone()))
+    return copies
 
-    def run(weight: QuantisedWeight, x: Tensor, tiles: Tiles) -> Tensor:
-        out = output(tiles, x.shape[0], columns, device)
-        weight.launch(x, None, out, tiles)
-        return out
 
-    def time_it(tiles: Tiles, tokens: int) -> float:
-        x, residual = inputs[tokens], torch.randn(tokens, columns, dtype=DTYPE, device=device)
+@torch.inference_mode()
+def measure(cell: Cell, copies: list[Copy], device: torch.device) -> dict[str, Any]:
+    """The time and error of each candidate, fastest first."""
+    layer = cell.layer
+    exact_NK = copies[0].weight.dequantise(torch.float32)
+    norm = torch.ones(layer.columns, dtype=DTYPE, device=device)
+    many = cell.regime == "many"
 
-        def call(weight: QuantisedWeight) -> None:
-            out = run(weight, x, tiles)
-            if followed:
-                add_rms_norm(out, residual, norm, 1e-5)
+    def rest(out: Tensor, residual: Tensor) -> Tensor:
+        if layer.kind is Kind.SUMS:
+            return add_rms_norm(out, residual, norm, 1e-5)[0]
+        gated = layer.kind is Kind.GATED and many and out.shape[-1] == layer.columns
+        return silu_mul(out) if gated else out
 
-        calls = [lambda weight=weight: call(weight) for weight in copies]
+    def error(candidate: Candidate, x: Tensor) -> float:
+        out = candidate.run(copies[0], x)
+        weight_NK = copies[0].plain.float() if candidate.name == "bf16" else exact_NK
+        expected = x.float() @ weight_NK.T
+        if out.shape[-1] != layer.columns:
+            expected = silu_mul(expected.to(DTYPE)).float()
+        out = out.sum(0) if out.dim() == 3 else out.float()
+        return ((out - expected).norm() / expected.norm()).item()
+
+    def time_it(candidate: Candidate, tokens: int) -> float:
+        x = torch.randn(tokens, layer.size, dtype=DTYPE, device=device)
+        residual = torch.randn(tokens, layer.columns, dtype=DTYPE, device=device)
+        calls = [lambda copy=copy: rest(candidate.run(copy, x), residual) for copy in copies]
         return time_us(calls, min_calls=24, repeats=7)[0]
 
+    first, *others = TOKENS[cell.regime]
+    x = torch.randn(first, layer.size, dtype=DTYPE, device=device)
     results = []
-    for tiles, compiled in cell.candidates:
-        result: dict[str, Any] = {"tiles": list(tiles)}
+    for candidate, compiled in cell.candidates:
+        result: dict[str, Any] = {"name": candidate.name, "tiles": list(candidate.tiles)}
         try:
             compiled.result()
-            out, expected = run(cell.weight, inputs[TOKENS], tiles), inputs[TOKENS].float() @ exact.T
-            out = out.sum(0) if tiles.splits > 1 else out.float()
-            result["error"] = ((out - expected).norm() / expected.norm()).item()
-            result["us"] = time_it(tiles, TOKENS)
+            found = error(candidate, x)
+            if candidate.name == "planes_raw":
+                found = max(found, error(candidate, x * SMALL))
+            result |= {"error": found, "limit": MAX_ERROR[candidate.accuracy]}
+            if candidate.name == "engine":
+                result["limit"] = MAX_ERROR["rounded"]
+            result["us"] = time_it(candidate, first)
         except Exception as failure:  # too many resources, most likely: no candidate
             result["failed"] = repr(failure)[:300]
-        results.append(result)
-    results.sort(key=lambda result: result.get("us", float("inf")))
-    for result in usable(results)[:FINALISTS]:
-        result["other_us"] = {tokens: time_it(Tiles(*result["tiles"]), tokens) for tokens in OTHER_TOKENS}
+        results.append((result, candidate))
+    results.sort(key=lambda pair: pair[0].get("us", float("inf")))
+    good = [pair for pair in results if pair[0] in usable([pair[0]])]
+    finalists = good[:FINALISTS]
+    for name in dict.fromkeys(pair[0]["name"] for pair in good):
+        of_name = [pair for pair in good if pair[0]["name"] == name][:PER_NAME]
+        finalists += [pair for pair in of_name if pair not in finalists]
+    for result, candidate in finalists:
+        result["other_us"] = {tokens: time_it(candidate, tokens) for tokens in others}
+    num_bytes = copies[0].weight.nbytes + first * (layer.size + layer.columns) * DTYPE.itemsize
+    operations = 2 * first * layer.size * layer.columns / (2 if cell.form == "fp8" and many else 1)
     return {
         "format": cell.form,
-        "layer": name,
-        "columns": columns,
-        "size": size,
-        "may_split": followed,
-        "tokens": TOKENS,
-        "floor_us": (cell.weight.nbytes + TOKENS * (size + columns) * DTYPE.itemsize) / BYTES_PER_SECOND * 1e6,
-        "results": results,
+        "regime": cell.regime,
+        "layer": layer.name,
+        "columns": layer.columns,
+        "size": layer.size,
+        "kind": layer.kind,
+        "tokens": first,
+        "floor_us": max(num_bytes / BYTES_PER_SECOND, operations / OPERATIONS_PER_SECOND) * 1e6,
+        "results": [result for result, _ in results],
     }
 
 
 def usable(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [result for result in results if "us" in result and result["error"] < MAX_ERROR]
+    return [result for result in results if "us" in result and result["error"] < result["limit"]]
 
 
 def table(row: dict[str, Any]) -> Iterator[str]:
     yield f"{row['format']:10} {row['layer']:8} T={row['tokens']}  floor {row['floor_us']:6.1f} us"
-    for result in usable(row["results"])[:FINALISTS]:
-        others = ", ".join(f"T={tokens} {us:.1f}" for tokens, us in result.get("other_us", {}).items())
-        yield f"    {result['us']:6.1f} us  {tuple(result['tiles'])}  {others}"
+    for result in usable(row["results"]):
+        if "other_us" in result:
+            others = ", ".join(f"T={tokens} {us:.1f}" for tokens, us in result["other_us"].items())
+            tiles = tuple(result["tiles"])
+            yield f"    {result['us']:6.1f} us  {result['name']:12} {tiles}  {others}  error {result['error']:.1e}"
     for result in row["results"]:
-        if result.get("error", 0.0) >= MAX_ERROR:
-            yield f"    WRONG by {result['error']:.2g}: {result['tiles']}"
+        if "error" in result and result not in usable([result | {"us": 0.0}]):
+            yield f"    WRONG by {result['error']:.2g}: {result['name']} {result['tiles']}"
     if failed := [result for result in row["results"] if "failed" in result]:
-        yield f"    {len(failed)} failed, the first with {failed[0]['failed'][:160]}"
-
-
-def entries(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Lines of the tables: the least time at 1 and 6 tokens together."""
-    for form, file in (("int4", "linear_int4"), ("fp8", "linear_fp8")):
-        yield f"# kernels/{file}.py"
-        for row in rows:
-            best = [result for result in usable(row["results"]) if "other_us" in result]
-            if row["format"] != form or not best:
-                continue
-            fastest = min(
-                best, key=lambda result: result["us"] + result["other_us"].get("1", result["other_us"].get(1))
-            )
-            key = (row["columns"], row["size"], row["may_split"])
-            yield f"    {key}: Tiles{tuple(fastest['tiles'])},  # {fastest['us']:.1f} us, floor {row['floor_us']:.1f}"
+        names = ", ".join(sorted({result["name"] for result in failed}))
+        yield f"    {len(failed)} failed ({names}), the first with {failed[0]['failed'][:160]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON of results; written anew after every layer")
-    parser.add_argument("--entries", type=Path, help="print the tables' entries of such a file, and measure nothing")
+    parser.add_argument("--show", type=Path, help="print the tables of such a file, and measure nothing")
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["int4", "fp8"])
-    parser.add_argument("--seconds", type=float, default=80, help="start no new measurement after this long")
+    parser.add_argument("--regimes", nargs="+", choices=list(TOKENS), default=list(TOKENS))
+    parser.add_argument("--seconds", type=float, default=100, help="start no new measurement after this long")
     args = parser.parse_args()
-    if args.entries:
-        print("\n".join(entries(json.loads(args.entries.read_text())["rows"])))
+    if args.show:
+        for row in json.loads(args.show.read_text())["rows"]:
+            print(*table(row), sep="\n")
         return
     begin, device = time.perf_counter(), torch.device("cuda")
     report: dict[str, Any] = {"stamp": stamp(), "rows": []}
+    copies: tuple[Any, list[Copy]] = (None, [])
     with ThreadPoolExecutor(16) as pool:
-        for cell in plan(args.formats, pool, device):
+        for cell in plan(args.formats, args.regimes, pool, device):
             if time.perf_counter() - begin > args.seconds:
                 print(f"stopped after {args.seconds:g} s", flush=True)
                 pool.shutdown(wait=False, cancel_futures=True)
                 break
-            row = measure(cell, device)
+            if copies[0] != (cell.form, cell.layer):
+                copies = (None, [])
+                copies = ((cell.form, cell.layer), copies_of(cell.form, cell.layer, device))
+            row = measure(cell, copies[1], device)
             report["rows"].append(row)
             if args.out:
                 args.out.write_text(json.dumps(report, indent=1))
             print(*table(row), f"    {time.perf_counter() - begin:.0f} s", sep="\n", flush=True)
-    print("\n".join(entries(report["rows"])))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,359 @@
+"""Linear layers of few tokens whose weights lie in planes: words of 16 bits with two 8-bit floats or four integers.
+
+The words of a tile have the shape and the width of a tile of 16-bit weights, so that they go to the tensor cores'
+registers as such a tile would, and each plane is taken out of them there, two words at a time. Weights are the M side
+of the products: with few tokens that takes half as many instructions, and no padding beyond 8 tokens.
+
+Integers stay what the mantissa makes of them, 128 (bf16) or 1024 (fp16) too large: a second product, with ones, adds up
+the tokens' values, and that many times the surplus and the zero point are taken off each group's sum.
+
+Packing: K is cut into blocks of 128. Word j of a block holds the values of k = j, J + j, 2J + j, .. where J is 128 by
+the number of planes. All rows of one block lie side by side, so that a tile is read as one piece. A 4-bit value of
+plane p has bits 4p to 4p + 3. An 8-bit float of plane 0 has its sign in bit 15 and the others in 10 to 4, where bf16
+has them; one of plane 1 its sign in bit 11, the upper three of the others in 14 to 12 and the lower four in 3 to 0:
+two shifts by 4.
+
+Shape suffixes: T tokens, N output columns, K input columns, B blocks of 128 along K, J words, G groups, X splits of K.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
+
+BLOCK = 128
+MIN_TOKENS = 8
+"""Of a product of tensor cores."""
+
+
+class PlaneTiles(NamedTuple):
+    """Launch parameters."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    max_tokens: int
+    """Of one program."""
+    num_warps: int
+    num_stages: int
+
+
+def pack_fp8(weight_NK: Tensor) -> Tensor:
+    """e4m3 [N, K], K a multiple of 128 -> int16 [B, N, J]"""
+    first_NBJ, second_NBJ = weight_NK.view(torch.uint8).to(torch.int32).unflatten(1, (-1, 2, BLOCK // 2)).unbind(2)
+    words_NBJ = (first_NBJ & 0x80) << 8 | (first_NBJ & 0x7F) << 4
+    words_NBJ |= (second_NBJ & 0x80) << 4 | (second_NBJ & 0x70) << 8 | (second_NBJ & 0x0F)
+    return words_NBJ.to(torch.int16).transpose(0, 1).contiguous()
+
+
+def unpack_fp8(words_BNJ: Tensor) -> Tensor:
+    """Undo `pack_fp8`."""
+    words_NBJ = words_BNJ.transpose(0, 1).to(torch.int32)
+    first_NBJ = words_NBJ >> 8 & 0x80 | words_NBJ >> 4 & 0x7F
+    second_NBJ = words_NBJ >> 4 & 0x80 | words_NBJ >> 8 & 0x70 | words_NBJ & 0x0F
+    return torch.stack([first_NBJ, second_NBJ], 2).flatten(1).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+_FP8_RAW = """{
+    .reg .b32 b, c;
+    and.b32 $0, $2, 0x87f087f0;
+    shl.b32 b, $2, 4;
+    shr.u32 c, $2, 4;
+    and.b32 c, c, 0x07000700;
+    lop3.b32 $1, b, 0x80f080f0, c, 0xea;
+    }"""
+_FP8_BF16 = """{
+    .reg .b32 a, b, c;
+    and.b32 a, $2, 0x87f087f0;
+    shl.b32 b, $2, 4;
+    shr.u32 c, $2, 4;
+    and.b32 c, c, 0x07000700;
+    lop3.b32 b, b, 0x80f080f0, c, 0xea;
+    mov.b32 c, 0x7b807b80;
+    mul.bf16x2 $0, a, c;
+    mul.bf16x2 $1, b, c;
+    }"""  # by 2^120, the difference of the exponents' biases
+_FP8_FP16 = """{
+    .reg .b32 a, b, c, d;
+    shl.b32 b, $2, 4;
+    shr.u32 c, $2, 4;
+    and.b32 c, c, 0x07000700;
+    lop3.b32 b, b, 0x80f080f0, c, 0xea;
+    and.b32 a, $2, 0x07f007f0;
+    and.b32 d, b, 0x07f007f0;
+    shl.b32 a, a, 3;
+    shl.b32 d, d, 3;
+    lop3.b32 a, $2, 0x80008000, a, 0xea;
+    lop3.b32 b, b, 0x80008000, d, 0xea;
+    mov.b32 c, 0x5c005c00;
+    mul.f16x2 $0, a, c;
+    mul.f16x2 $1, b, c;
+    }"""  # by 2^8
+
+
+def _int4_asm(base: int) -> str:
+    """Shift a plane down, keep 4 bits of each half, and put them into a mantissa."""
+    lines = [f"shr.u32 a{plane}, $4, {4 * plane};" for plane in range(4)]
+    lines += [f"lop3.b32 ${plane}, a{plane}, 0x000f000f, {base << 16 | base:#x}, 0xea;" for plane in range(4)]
+    return f"{{ .reg .b32 a<4>; {' '.join(lines)} }}"
+
+
+_ASM = {
+    (2, torch.bfloat16): _FP8_BF16,
+    (2, torch.float16): _FP8_FP16,
+    (4, torch.bfloat16): _int4_asm(0x4300),
+    (4, torch.float16): _int4_asm(0x6400),
+}
+_MINUS_ASM = {torch.bfloat16: "sub.bf16x2 $0, $1, $2;", torch.float16: "sub.f16x2 $0, $1, $2;"}
+RAW_FACTOR = 2.0**120
+"""What the bf16 numbers lack whose bits are those of 8-bit floats, moved but not corrected for the other bias."""
+SURPLUS = {torch.bfloat16: 128, torch.float16: 1024}
+"""By which a 4-bit value is too large: numbers whose last mantissa bits count ones."""
+
+
+@jit()
+def _pair(words, HALF: tl.constexpr, ASM: tl.constexpr):
+    """int16 words -> the e4m3 numbers of their two planes, exactly; 480 for NaN, which weights must not have."""
+    # fp16 has all e4m3 numbers, and the interpreter knows it
+    first = (((words & -0x8000) | ((words & 0x07F0) << 3)).to(tl.float16, bitcast=True) * 256.0).to(HALF)
+    moved = ((words & 0x0800) << 4) | ((words & 0x7000) >> 1) | ((words & 0x000F) << 7)
+    second = (moved.to(tl.float16, bitcast=True) * 256.0).to(HALF)
+    if ASM is not None:
+        first, second = tl.inline_asm_elementwise(
+            ASM, "=r,=r,r", [words], dtype=(first.dtype, first.dtype), is_pure=True, pack=2
+        )
+    return first, second
+
+
+@jit()
+def _four(words, HALF: tl.constexpr, BASE: tl.constexpr, ASM: tl.constexpr):
+    """int16 words -> the values of their four planes, each plus 128 (bf16) or 1024 (fp16)."""
+    first = ((words & 15) | BASE).to(HALF, bitcast=True)
+    if ASM is not None:
+        planes = tl.inline_asm_elementwise(
+            ASM,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(first.dtype, first.dtype, first.dtype, first.dtype),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        planes = (
+            first,
+            (((words >> 4) & 15) | BASE).to(HALF, bitcast=True),
+            (((words >> 8) & 15) | BASE).to(HALF, bitcast=True),
+            (((words >> 12) & 15) | BASE).to(HALF, bitcast=True),
+        )
+    return planes
+
+
+@jit()
+def _minus(plane, MIDDLE: tl.constexpr, ASM: tl.constexpr):
+    """Exact: both are small integers."""
+    middle = tl.full(plane.shape, MIDDLE, plane.dtype)
+    if ASM is not None:
+        found = tl.inline_asm_elementwise(ASM, "=r,r,r", [plane, middle], dtype=plane.dtype, is_pure=True, pack=2)
+    else:
+        found = (plane.to(tl.float32) - middle.to(tl.float32)).to(plane.dtype)
+    return found
+
+
+@jit("num_tokens")
+def _linear_planes_kernel(
+    x_ptr,
+    packed_ptr,
+    scale_ptr,
+    row_scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    num_columns,
+    scale_stride_n,
+    scale_stride_g,
+    SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    PLANES: tl.constexpr,
+    GROUP: tl.constexpr,  # columns of K that share a scale; 0: all
+    SCALE_ROWS: tl.constexpr,  # rows that share a scale
+    ROW_SCALE: tl.constexpr,
+    MIDDLE: tl.constexpr,  # zero point without zeros of their own, surplus included; 0: floats
+    SUBTRACT: tl.constexpr,  # whether it is taken off the weights rather than the sums
+    ZERO: tl.constexpr,
+    FACTOR: tl.constexpr,  # of the sums
+    BIAS: tl.constexpr,
+    BASE: tl.constexpr,
+    ASM: tl.constexpr,  # None in the interpreter
+    MINUS_ASM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some tokens, one block of columns, one split of K."""
+    HALF: tl.constexpr = x_ptr.dtype.element_ty
+    WORDS: tl.constexpr = 128 // PLANES
+    TOTALS: tl.constexpr = MIDDLE and not SUBTRACT
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    j = tl.arange(0, WORDS)
+    t_live = t < num_tokens
+    # columns past the end read the last one again and are not stored
+    row = tl.minimum(n, num_columns - 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    ones = tl.full([BLOCK_N, WORDS], 1.0, HALF)
+    scale_row = row // SCALE_ROWS * scale_stride_n
+    for start in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
+        for inner in tl.static_range(0, BLOCK_K, 128):
+            first = split * PART + start + inner
+            words = tl.load(
+                packed_ptr + (first // 128 * num_columns + row)[:, None] * WORDS + j[None, :],
+                eviction_policy="evict_first",
+            )
+            planes = _pair(words, HALF, ASM) if PLANES == 2 else _four(words, HALF, BASE, ASM)
+            sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32) if GROUP else acc
+            totals = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            for plane in tl.static_range(PLANES):
+                k = first + WORDS * plane + j
+                live = t_live[None, :] if SIZE % 128 == 0 else t_live[None, :] & (k < SIZE)[:, None]
+                x = tl.load(x_ptr + t[None, :] * SIZE + k[:, None], mask=live, other=0.0)
+                weight = _minus(planes[plane], MIDDLE, MINUS_ASM) if SUBTRACT else planes[plane]
+                sums = tl.dot(weight, x, sums)
+                if TOTALS:
+                    totals = tl.dot(ones, x, totals)
+                if GROUP and (WORDS * plane + WORDS) % GROUP == 0:
+                    group = (first + WORDS * plane) // GROUP
+                    scale = tl.load(scale_ptr + scale_row + group * scale_stride_g).to(tl.float32)
+                    if ZERO:
+                        zero = tl.load(zero_ptr + group * num_columns + row).to(tl.float32) + (MIDDLE - 8)
+                        sums -= zero[:, None] * totals
+                    elif TOTALS:
+                        sums -= MIDDLE * totals
+                    acc += sums * scale[:, None]
+                    sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+                    totals = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            if not GROUP:
+                acc = sums
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n_live = n < num_columns
+    if ROW_SCALE:
+        acc *= tl.load(row_scale_ptr + row)[:, None] * FACTOR
+    if BIAS:
+        bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
+        acc += tl.where(split == 0, bias, 0.0)[:, None]
+    out_offset = (split * num_tokens + t)[None, :] * num_columns + n[:, None]
+    tl.store(out_ptr + out_offset, acc.to(out_ptr.dtype.element_ty), mask=t_live[None, :] & n_live[:, None])
+
+
+class Planes(NamedTuple):
+    """What a layer's weights are for the kernel."""
+
+    packed_BNJ: Tensor
+    scale: Tensor
+    """Of each group along K and of `scale_rows` rows; unused without groups."""
+    scale_strides: tuple[int, int]
+    """From one block of rows to the next, and from one group to the next."""
+    group: int = 0
+    """Columns of K that share a scale, 32, 64 or 128; 0: all."""
+    scale_rows: int = 1
+    row_scale_N: Tensor | None = None
+    zero_GN: Tensor | None = None
+    """int16; None: 8 everywhere."""
+
+    @property
+    def num_planes(self) -> int:
+        return BLOCK // self.packed_BNJ.shape[2]
+
+
+def launch_arguments(
+    x_TK: Tensor,
+    weight: Planes,
+    bias_N: Tensor | None,
+    out: Tensor,
+    *,
+    tiles: PlaneTiles,
+    middle: Literal["sums", "weights"] = "sums",
+    raw: bool = False,
+) -> tuple[tuple[Any, ...], tuple[int, int, int], dict[str, Any]]:
+    """The kernel's arguments, grid and options; `out` is [T, N], or fp32 [X, T, N].
+
+    `middle`: what the surplus of integers is taken off. `raw`: 8-bit floats are corrected for bf16's bias by the
+    last factor, which needs tensor cores that know numbers below bf16's smallest normal one.
+    """
+    num_tokens, size = x_TK.shape
+    blocks, num_columns, _ = weight.packed_BNJ.shape
+    assert blocks * BLOCK % (tiles.block_k * tiles.splits) == 0
+    assert middle == "sums" or weight.zero_GN is None
+    assert not raw or (weight.row_scale_N is not None and x_TK.dtype is torch.bfloat16)
+    block_t = min(tiles.max_tokens, max(MIN_TOKENS, next_power_of_2(num_tokens)))
+    is_integer = weight.num_planes == 4
+    surplus = SURPLUS[x_TK.dtype]
+    arguments = (
+        x_TK,
+        weight.packed_BNJ,
+        weight.scale,
+        weight.scale if weight.row_scale_N is None else weight.row_scale_N,
+        weight.scale if weight.zero_GN is None else weight.zero_GN,
+        x_TK if bias_N is None else bias_N,
+        out,
+        num_tokens,
+        num_columns,
+        *weight.scale_strides,
+    )
+    asm = _FP8_RAW if raw else _ASM[weight.num_planes, x_TK.dtype]
+    options = dict(
+        SIZE=size,
+        PART=blocks * BLOCK // tiles.splits,
+        PLANES=weight.num_planes,
+        GROUP=weight.group,
+        SCALE_ROWS=weight.scale_rows,
+        ROW_SCALE=weight.row_scale_N is not None,
+        MIDDLE=8 + surplus if is_integer else 0,
+        SUBTRACT=is_integer and middle == "weights",
+        ZERO=weight.zero_GN is not None,
+        FACTOR=RAW_FACTOR if raw else 1.0,
+        BIAS=bias_N is not None,
+        BASE=torch.tensor(surplus, dtype=x_TK.dtype).view(torch.int16).item(),
+        ASM=asm if x_TK.is_cuda else None,
+        MINUS_ASM=_MINUS_ASM[x_TK.dtype] if x_TK.is_cuda else None,
+        BLOCK_T=block_t,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **pdl_options(x_TK.device),
+    )
+    return arguments, (-(-num_tokens // block_t), -(-num_columns // tiles.block_n), tiles.splits), options
+
+
+def linear_planes_triton(
+    x_TK: Tensor,
+    weight: Planes,
+    bias_N: Tensor | None = None,
+    *,
+    tiles: PlaneTiles,
+    middle: Literal["sums", "weights"] = "sums",
+    raw: bool = False,
+) -> Tensor:
+    """`x @ weight.T + bias` for few tokens, [T, N]; fp32 [X, T, N] to be added up over X where tiles split K."""
+    assert x_TK.is_contiguous()
+    num_tokens, num_columns = x_TK.shape[0], weight.packed_BNJ.shape[1]
+    if tiles.splits > 1:
+        out = torch.empty(tiles.splits, num_tokens, num_columns, dtype=torch.float32, device=x_TK.device)
+    else:
+        out = torch.empty(num_tokens, num_columns, dtype=x_TK.dtype, device=x_TK.device)
+    if num_tokens:
+        arguments, grid, options = launch_arguments(x_TK, weight, bias_N, out, tiles=tiles, middle=middle, raw=raw)
+        _linear_planes_kernel[grid](*arguments, **options)
+    return out
