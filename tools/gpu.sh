@@ -6,6 +6,7 @@
 #   blocks  block drafters, and a tree of 16 drafts (about 90 s)
 #   quant   weights of 8 and 4 bits: decoding, and a sweep over the tiles of their kernels (about 3 minutes)
 #   sampling  every second request with every parameter, against greedy in the same run (about 1 minute)
+#   tp      two GPUs that share a model: its tests, and the rows of the 8B and a 70B shape (about 6 minutes on two H200s)
 #   all     bench, start, blocks, quant, sampling, tests
 # Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
 set -uo pipefail
@@ -76,6 +77,17 @@ sampling() { # drafts are drawn, and accepted by chance: what an iteration takes
   latency sampling-all-8b llama-3.1-8b $(rows 32 1,32) -sc "$drawn" --sampling-mix sampled --repeats 2
 }
 
+tp() { # needs two GPUs; not part of all
+  local eagle3_70b
+  eagle3_70b="$(drafter eagle3 eagle3-llama-3.1-70b 5 3.5)"
+  "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/distributed 2>&1 |
+    tee "$out/gpu-tests-tp.txt" || failed=1
+  latency eagle3-8b-tp2 llama-3.1-8b $(rows 32 1,32) -sc "$eagle3" -tp 2
+  latency none-8b-tp2 llama-3.1-8b $(rows 32 1,32) -tp 2
+  latency eagle3-8b-tp2-draft1 llama-3.1-8b $(rows 32 1,32) -sc "${eagle3%\}},\"draft_tensor_parallel_size\":1}" -tp 2
+  latency eagle3-70b-tp2 llama-3.1-70b $(rows 32 1,32) -sc "$eagle3_70b" -tp 2 --repeats 2
+}
+
 tests() {
   local whole=(tests/train tests/unit/test_bench_latency.py) # these take all of the GPU's memory
   local options=(-m gpu -v --tb=short -rs -p no:cacheprovider -p no:benchmark)
@@ -85,7 +97,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | sampling) "$part" ;;
+  tests | bench | start | blocks | quant | sampling | tp) "$part" ;;
   all)
     bench
     start
@@ -95,7 +107,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, all" >&2
     exit 2
     ;;
 esac

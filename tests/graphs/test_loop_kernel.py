@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import random
 import shutil
@@ -91,6 +92,35 @@ def test_it_publishes_and_decides_as_the_twin_does():
         assert ctypes.c_uint.in_dll(kernel(), "goes_on").value == (stop is Stop.NONE)
         seen.add(stop)
     assert seen == set(Stop)
+
+
+class Rank:
+    """One of several, whose words are the host's memory."""
+
+    def __init__(self, rank: int, words: Tensor) -> None:
+        self.rank, self.size = rank, words.shape[0]
+        self.addresses = torch.tensor([word.data_ptr() for word in words])
+        self.symmetric = self
+        self.word_addresses = self.addresses.data_ptr()
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
+def test_other_ranks_stop_when_the_first_one_does():
+    for seed in range(40):
+        words = torch.zeros(3, 1, dtype=torch.int64)
+        watched, ring, num_rows = random_case(seed)
+        goes_on, published = [], int(ring.number)
+        for rank in range(3):
+            mine = ring if rank == 0 else random_case(seed)[1]
+            untouched = mine.words_W.clone()
+            place = dataclasses.replace(watched, group=Rank(rank, words))
+            values, types = _arguments(7, num_rows, place, mine)
+            kernel().next_iteration(*(kind(value) for kind, value in zip(types, values, strict=True)))
+            goes_on.append(ctypes.c_uint.in_dll(kernel(), "goes_on").value)
+            assert int(mine.number) == published + 1
+            assert rank == 0 or torch.equal(mine.words_W, untouched), "another rank has no host"
+        assert len(set(goes_on)) == 1, (seed, goes_on)
+        assert words[0] == 0
 
 
 def test_it_compiles_and_the_result_is_kept(tmp_path):

@@ -51,6 +51,7 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
     config, resolved = llm.config, llm.engine.resolved
     spec = config.speculation
     path = "loop" if llm.engine.core.worker.loop else "iteration" if resolved.iteration_graph else "phases"
+    ranks = [f"TP={config.tensor_parallel_size}"] if config.tensor_parallel_size > 1 else []
     quantisation = llm.engine.model_config.quantisation
     return {
         # another measurement than that of the plain model
@@ -60,7 +61,7 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
         "drafter": spec.model if spec else None,
         "k": spec.num_speculative_tokens if spec else 0,
         # slower, and so another measurement
-        "path": f"{path}, deterministic" if config.deterministic else path,
+        "path": ", ".join([path, *ranks, *(["deterministic"] if config.deterministic else [])]),
         "backend": config.attention_backend,
         "mode": resolved.graph_mode,
     }

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from draftloop.bench.exchange import exchange_rows
 from draftloop.bench.roofline import Ceiling, floor_ms
 from draftloop.bench.sampling_mix import SamplingMix
 from draftloop.engine.llm import LLM
@@ -214,7 +215,7 @@ class SteadyBatch:
     ) -> None:
         """Run the phases of an iteration one by one, each inside `surround(name)`; see `time_phases`."""
         self.core.close()
-        self.table.recorder.order_after_loop()
+        self.core.worker.order_after_loop()
         for name in iterations.phases:
             with surround(name):
                 self._run(name)
@@ -222,7 +223,7 @@ class SteadyBatch:
     @torch.inference_mode()
     def _run(self, name: str) -> None:
         """Over the batch as it stands: the rows' numbers and what earlier phases left are in place."""
-        self.table.run(name, self.rows)
+        self.core.worker.run(name, self.rows)
 
     def _device_tokens(self) -> float:
         rows = [sequence.row for sequence in self.core.scheduler.running]
@@ -277,6 +278,7 @@ def measure_steady(
     return [
         _iteration_row(llm, rows, ceiling, stretches[1:]),
         *_phase_rows(llm, rows, ceiling, stretches[-1], times, context),
+        *exchange_rows(llm, rows, stretches[-1].chain),
     ]
 
 

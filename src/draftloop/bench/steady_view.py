@@ -16,6 +16,8 @@ Row = dict[str, Any]
 def iteration_table(rows: Sequence[Row], *, spans: bool = False) -> Table:
     """One line per batch size; `spans`: with time per token and to the first token of whole batches."""
     shown = {"tpot_ms": "TPOT ms", "ttft_ms": "TTFT ms"} if spans else {}
+    if any(row["metric"] == "exchange_ms" for row in rows):
+        shown["exchange_ms"] = "of it between ranks"
     table = Table("batch", "iteration ms", "floor", "ratio", *shown.values(), title="Iterations")
     for header in ("accepted", "launches", "eager", "context"):
         table.add_column(header)

@@ -63,6 +63,8 @@ def make_option(name: str, annotation: Any, default: Any, group: Group, help: st
     if annotation == tuple[str, ...]:  # given more than once, rather than emptied by an --empty-.. flag
         several = name in _SEVERAL
         extra = Parameter(group=group, help=help, negative="", show_default=False, consume_multiple=several)
+    if name == "tensor_parallel_size":
+        extra = Parameter(name=["--tensor-parallel-size", "-tp"], group=group, help=help)
     numbers = (NUMBERS,) if tuple[int, ...] in (annotation, *typing.get_args(annotation)) else ()
     full = Annotated[(annotation, *numbers, extra)]  # pyrefly: ignore[invalid-annotation]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=full)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(minutes=5)
 """How long a collective waits for a rank that is alive but late, such as one that compiles kernels."""
+
+Exchange: TypeAlias = tuple[Literal["sum", "gather"], int]
+"""A collective, and the bytes that each rank brings to it."""
 
 _numbers = itertools.count()
 _GROUPS: WeakValueDictionary[int, Group] = WeakValueDictionary()
@@ -50,6 +54,7 @@ class Group:
         self.symmetric = symmetric
         self._process_group = process_group
         self._is_quiet = False
+        self._counted: Counter[Exchange] | None = None
         self.number = next(_numbers)
         _GROUPS[self.number] = self
 
@@ -63,6 +68,7 @@ class Group:
         """The sum over the ranks, in the type of x."""
         if self.size == 1 or self._is_quiet:
             return x
+        self._count("sum", x)
         if not x.is_cuda:
             return _all_reduce(x, self.number)
         if self.symmetric is not None and self.symmetric.takes_sum(x):
@@ -75,6 +81,7 @@ class Group:
             return x if out is None else out.copy_(x)
         if self._is_quiet:
             return torch.cat([x] * self.size, dim, out=out)
+        self._count("gather", x)
         if not x.is_cuda:
             gathered = _all_gather(x, dim % x.dim(), self.number)
             return gathered if out is None else out.copy_(gathered)
@@ -109,6 +116,19 @@ class Group:
         gather = _named("all_gather_single", "all_gather_into_tensor")
         gather(out.flatten(0, 1), x.contiguous(), group=self._process_group)
         return out
+
+    def _count(self, kind: Literal["sum", "gather"], x: Tensor) -> None:
+        if self._counted is not None:
+            self._counted[kind, x.nbytes] += 1
+
+    @contextlib.contextmanager
+    def counting(self) -> Generator[Counter[Exchange]]:
+        """What is exchanged meanwhile, as far as it is not a replay."""
+        self._counted = found = Counter[Exchange]()
+        try:
+            yield found
+        finally:
+            self._counted = None
 
     @contextlib.contextmanager
     def quiet(self) -> Generator[None]:
@@ -185,8 +205,10 @@ def _symmetric(process_group: ProcessGroup, whole: Group, device: torch.device) 
     from draftloop.distributed.symmetric import SymmetricMemory
 
     symmetric, why = None, "another rank cannot"
+    whole.all_gather(whole.all_reduce(torch.zeros(8, device=device)))  # NCCL connects, and loads its kernels
     try:
         symmetric = SymmetricMemory(process_group, device)
+        symmetric.warm_up()
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
     if whole.min([symmetric is not None])[0]:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 BUFFER_BYTES = 64 << 20
-"""Of each rank. Larger messages are left to NCCL."""
+"""Of each rank. What is gathered goes through it in pieces."""
+SUM_BYTES = 16 << 20
+"""Larger sums, those of long prompts, are left to NCCL."""
 ONE_SHOT_BYTES = 256 << 10
 """Up to this every rank adds up everything by itself; above, between more than two, each adds up its part of it."""
 SUMMED = (torch.float32, torch.bfloat16)
@@ -46,12 +48,12 @@ class SymmetricMemory:
         return self._words_handle.buffer_ptrs_dev
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x fits."""
-        return x.nbytes <= BUFFER_BYTES
+        """Whether such tensors are gathered: matrices, of which a row fits."""
+        return x.dim() == 2 and x.nbytes <= BUFFER_BYTES * x.shape[0]
 
     def takes_sum(self, x: Tensor) -> bool:
         """Whether the kernels add up such tensors."""
-        return self.takes(x) and x.dtype in SUMMED and x.nbytes % (ALIGNMENT * self.size) == 0
+        return x.nbytes <= SUM_BYTES and x.dtype in SUMMED and x.nbytes % (ALIGNMENT * self.size) == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, added up in the same order by whoever does it."""
@@ -63,17 +65,30 @@ class SymmetricMemory:
         return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._name, out)
 
     def all_gather(self, x: Tensor, dim: int, out: Tensor | None) -> Tensor:
-        """Every rank's x, side by side along `dim`, copied from where it is."""
-        self._view(x).copy_(x)
+        """Every rank's rows or columns, copied from where they are."""
         if out is None:
             shape = list(x.shape)
             shape[dim] *= self.size
             out = x.new_empty(shape)
-        self._handle.barrier(channel=0)  # all are there
-        for rank, part in enumerate(out.chunk(self.size, dim)):
-            part.copy_(self._handle.get_buffer(rank, x.shape, x.dtype))
-        self._handle.barrier(channel=1)  # all are read: the buffer may be written again
+        parts = out.chunk(self.size, dim)
+        num_rows = max(1, BUFFER_BYTES * x.shape[0] // max(x.nbytes, 1))
+        for start in range(0, x.shape[0], num_rows):
+            piece = x[start : start + num_rows]
+            self._view(piece).copy_(piece)
+            self._handle.barrier(channel=0)  # all are there
+            for rank, part in enumerate(parts):
+                part[start : start + num_rows].copy_(self._handle.get_buffer(rank, piece.shape, x.dtype))
+            self._handle.barrier(channel=1)  # all are read: the buffer may be written again
         return out
+
+    def warm_up(self) -> None:
+        """Run each kernel once, so that none is loaded while graphs are captured."""
+        for dtype in SUMMED:
+            for num_bytes in (ALIGNMENT * self.size, 2 * ONE_SHOT_BYTES):
+                x = self._bytes.new_zeros(num_bytes).view(dtype)
+                self.all_reduce(x)
+                self.all_gather(x[None], -1, None)
+        torch.cuda.synchronize(self._bytes.device)
 
     def _view(self, x: Tensor) -> Tensor:
         return self._bytes[: x.nbytes].view(x.dtype).view(x.shape)

@@ -303,6 +303,7 @@ def _parallel(head: EagleConfig, num_layers: int = 4) -> EagleConfig:
 
 HEAD_PRESETS: dict[str, EagleConfig] = {
     "eagle3-llama-3.1-8b": _preset("llama-3.1-8b", 32_000, 131_072),
+    "eagle3-llama-3.1-70b": _preset("llama-3.1-70b", 32_000, 131_072),
     "eagle3-smollm2-135m": _preset("smollm2-135m-shape", 8192, 8192),
     "eagle3-tiny": replace(_preset("tiny", 64, 1024), layer_ids=(0, 1, 2)),
     "peagle-llama-3.1-8b": _parallel(_preset("llama-3.1-8b", 32_000, 131_072)),

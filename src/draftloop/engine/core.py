@@ -254,7 +254,6 @@ class EngineCore:
         while self._in_flight:
             self._in_flight.popleft().drop()
         self.grammars.close()
-        self.worker.close()
 
     def _commit(self, flight: InFlight, emitted: Emitted) -> list[tuple[Sequence, str]]:
         """Apply what a step emitted. Requests that ended or were preempted while it was in flight are passed over."""

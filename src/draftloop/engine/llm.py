@@ -265,11 +265,8 @@ class LLM:
     def close(self) -> None:
         """Give back memory, and finish what a drafter writes. A second time does nothing."""
         engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        engine.core.close()
-        if engine.drafter is not None:
-            engine.drafter.close()
+        if engine is not None:
+            engine.close()
 
 
 def _part(part: PartStats) -> dict[str, Any]:

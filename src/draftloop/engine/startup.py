@@ -86,6 +86,13 @@ class Engine:
     seconds: dict[str, float] = field(default_factory=dict)
     """How long each part of the start took."""
 
+    def close(self) -> None:
+        """End what is in flight, finish what a drafter writes, and let other ranks go."""
+        self.core.close()
+        if self.drafter is not None:
+            self.drafter.close()
+        self.core.worker.close()
+
 
 def start(config: EngineConfig, *, progress: bool = True, ranks: Ranks | None = None) -> Engine:
     """Build an engine. Raises ConfigError, CapacityError or GraphError with what to change.

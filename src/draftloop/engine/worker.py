@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from draftloop.scheduler.step_shape import StepShape
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 Method = Callable[Concatenate["Worker", P], Result]
 
 
@@ -173,7 +174,7 @@ class Worker:
 
         `shape` covers what the plan needs, and may be larger: a rank runs what others need with padding rows.
         """
-        self._order_after_loop()
+        self.order_after_loop()
         self._map_pages(plan.decodes)
         if num_steps > 1:
             self._write_rows([sequence.row for sequence in plan.decodes])
@@ -221,17 +222,24 @@ class Worker:
         self.state.page_table_MN.view(-1).index_copy_(0, both_2X[0], both_2X[1].int())
 
     @on_every_rank()
-    def _order_after_loop(self) -> None:
+    def order_after_loop(self) -> None:
+        """As `Recorder.order_after_loop`."""
         self.table.recorder.order_after_loop()
 
     @on_every_rank(at_once=True)
-    def _run(self, phase: str, rows: int, **sizes: int) -> Mapping[str, Tensor]:
+    def run(self, phase: str, rows: int, **sizes: int) -> Mapping[str, Tensor]:
+        """As `GraphTable.run`."""
         return self.table.run(phase, rows, None, **sizes)
 
     @on_every_rank(at_once=True)
     def _repeat(self, iteration: str, rows: int, num_steps: int) -> Loop:
         assert self.loop is not None
         return self.loop.launch(iteration, rows, num_steps)
+
+    @on_every_rank(at_once=True)
+    def everywhere(self, function: Callable[..., Value], *args: Any) -> Value:
+        """`function(worker, *args)` on every rank, in the order of launches; a function of a module."""
+        return function(self, *args)
 
     def obey(self, orders: Iterable[Order]) -> None:
         """As a follower: do what rank 0 does."""
@@ -261,7 +269,7 @@ class Worker:
         self._write_rows(rows)
         self._write("query_starts", bounds)
         self._write("kv_lens", [chunk.end for chunk in chunks])
-        run = self._run
+        run = self.run
         run_ragged = partial(run, tokens=num_tokens, tokens_across_ranks=shape.prompt_tokens)
         outputs = run_ragged(prefill_name(report=shape.prompt_reports), num_rows)
         if any(chunk.sequence.reports_prompt for chunk in chunks):
@@ -292,7 +300,7 @@ class Worker:
     def _run_decodes(self, sequences: Many[Sequence], shape: StepShape, flight: StepInFlight) -> None:
         num_rows, num_drafts = len(sequences), shape.num_drafts
         kind = self._kind(sequences)
-        run = partial(self._run, rows_across_ranks=shape.decode_rows)
+        run = partial(self.run, rows_across_ranks=shape.decode_rows)
         self._write_rows([sequence.row for sequence in sequences])
         whole = iteration_name(kind)
         as_one = not shape.is_stepwise and num_drafts == self.num_drafts

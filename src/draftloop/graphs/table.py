@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from draftloop.config.env import Environment
-from draftloop.distributed.group import ALONE, Group
+from draftloop.distributed.group import ALONE, Exchange, Group
 from draftloop.errors import CapacityError, GraphError
 from draftloop.graphs.buffers import Buffers
+from draftloop.graphs.entries import Entry, Loops, PhaseState
 from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Phase, settle_mode
 from draftloop.graphs.program import Attend, Body, Program, Recorder, in_place
@@ -22,38 +22,6 @@ from draftloop.graphs.sizes import Ladders
 from draftloop.observability.log import get_logger
 
 logger = get_logger(__name__)
-
-
-@dataclass(kw_only=True)
-class _Entry:
-    """What is known of one size that is captured."""
-
-    program: Program | None = None
-    """None until the first use, where the recorder works that way."""
-    ms: float | None = None
-    mib: float | None = None
-    replays: int = 0
-    loop: Loop | None = None
-    loop_ms: float | None = None
-    """What making the loop took."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loops:
-    """Phases whose graphs repeat on the device, and what every loop needs."""
-
-    phases: frozenset[str]
-    watched: Watched
-    ring: Ring
-
-
-@dataclass(kw_only=True)
-class _PhaseState:
-    phase: Phase
-    mode: GraphMode
-    reason: str
-    eager_runs: dict[str, int] = field(default_factory=dict)
-    """How often the phase ran eager, by the reason."""
 
 
 class GraphTable:
@@ -87,19 +55,19 @@ class GraphTable:
         """
         self.ladders, self.setting, self.recorder, self.device = ladders, setting, recorder, device
         self.largest_rows, self.largest_tokens = largest_rows, largest_tokens
-        self.require_graphs, self._group = require_graphs, group
+        self.require_graphs, self.group = require_graphs, group
         self.poison = Environment.read().poison if poison is None else poison
         self._poison_more = poison_more
-        self._states: dict[str, _PhaseState] = {}
-        self._entries: dict[Key, _Entry] = {}
-        self._loops: _Loops | None = None
+        self._states: dict[str, PhaseState] = {}
+        self._entries: dict[Key, Entry] = {}
+        self._loops: Loops | None = None
         self._unfit: set[Key] = set()
         """Graphs for which memory did not suffice."""
         for phase in phases:
             if phase.name in self._states:
                 raise ValueError(f"two phases are called {phase.name!r}")
             mode, reason = settle_mode(phase, setting)
-            self._states[phase.name] = _PhaseState(phase=phase, mode=mode, reason=reason)
+            self._states[phase.name] = PhaseState(phase=phase, mode=mode, reason=reason)
         self.buffers = Buffers(((s.phase, *self._largest(s.phase)) for s in self._states.values()), device)
 
     @property
@@ -154,7 +122,7 @@ class GraphTable:
             lines = "; ".join(f"{name}: {why}" for name, why in gaps.items())
             raise GraphError(f"--require-graphs: not every phase is covered. {lines}")
         keys = self.keys()
-        self._entries = {key: _Entry() for key in keys}
+        self._entries = {key: Entry() for key in keys}
         if self.recorder.on_first_use:
             return
         with self.recorder.recording():
@@ -189,7 +157,10 @@ class GraphTable:
     def _record(self, key: Key) -> Program:
         piecewise, repeats = key.mode is GraphMode.PIECEWISE, self._is_to_repeat(key)
         try:
-            return self.recorder.record(self._body(key), piecewise=piecewise, repeats=repeats)
+            with self.group.counting() as exchanged:
+                program = self.recorder.record(self._body(key), piecewise=piecewise, repeats=repeats)
+            self._entries[key].exchanged = exchanged
+            return program
         except GraphError as error:
             raise GraphError(f"phase {key.phase!r} at {key.rows} rows, {key.tokens} tokens: {error}") from error
 
@@ -204,7 +175,7 @@ class GraphTable:
         self._unfit.add(key)
         del self._entries[key]
 
-    def _keep(self, key: Key, program: Program) -> _Entry:
+    def _keep(self, key: Key, program: Program) -> Entry:
         entry = self._entries[key]
         entry.program = program
         if self._loops is None or not self._is_to_repeat(key):
@@ -224,7 +195,7 @@ class GraphTable:
 
     def _agreed(self, why_not: str) -> str:
         """Why not all ranks can do something; empty if they can."""
-        return why_not if self._group.min([not why_not])[0] else why_not or "another rank cannot"
+        return why_not if self.group.min([not why_not])[0] else why_not or "another rank cannot"
 
     def _is_to_repeat(self, key: Key) -> bool:
         return self._loops is not None and key.phase in self._loops.phases
@@ -233,7 +204,7 @@ class GraphTable:
         """Make a loop of every graph of these phases when it is captured. Returns why there will be none, if so."""
         why = self._agreed(self.recorder.why_no_loops())
         if not why:
-            self._loops = _Loops(phases=frozenset(phases), watched=watched, ring=ring)
+            self._loops = Loops(phases=frozenset(phases), watched=watched, ring=ring)
         return why
 
     def _body(self, key: Key) -> Body:
@@ -258,14 +229,14 @@ class GraphTable:
                 gaps[name] = self._why_eager(state, rows, tokens)
         return gaps
 
-    def _owes_graphs(self, state: _PhaseState) -> bool:
+    def _owes_graphs(self, state: PhaseState) -> bool:
         """True where the user's mode asks for graphs and the phase allows some."""
         return self._asked(state) is not GraphMode.NONE and state.phase.modes != {GraphMode.NONE}
 
-    def _asked(self, state: _PhaseState) -> GraphMode:
+    def _asked(self, state: PhaseState) -> GraphMode:
         return self.setting.ragged if state.phase.ragged else self.setting.uniform
 
-    def _why_eager(self, state: _PhaseState, rows: int, tokens: int | None) -> str:
+    def _why_eager(self, state: PhaseState, rows: int, tokens: int | None) -> str:
         if state.mode is GraphMode.NONE:
             return state.reason
         if any(key.phase == state.phase.name for key in self._unfit):
@@ -321,6 +292,11 @@ class GraphTable:
         self.buffers.produced(phase, rows, live_tokens)
         return self.buffers.views(phase.outputs, rows, live_tokens)
 
+    def exchanged(self, name: str, rows: int) -> Mapping[Exchange, int]:
+        """What the graph of this size exchanges with other ranks; empty where there is none."""
+        key = self.key_for(name, rows)
+        return {} if key is None else self._entries[key].exchanged
+
     def repeats(self, name: str, rows: int) -> bool:
         """True if there is a loop of this phase for this many rows."""
         key = self.key_for(name, rows) if name in self._states else None
@@ -351,7 +327,7 @@ class GraphTable:
                 self._poison_more()
             self.buffers.poison_outputs(phase)
 
-    def _stage(self, key: Key, rows: int, tokens: int) -> _Entry:
+    def _stage(self, key: Key, rows: int, tokens: int) -> Entry:
         """The graph of this size, with its padding in place."""
         entry = self._entries.get(key)
         if entry is None:
@@ -364,7 +340,7 @@ class GraphTable:
             entry.program.poison()
         return entry
 
-    def _run_eager(self, state: _PhaseState, live: tuple[int, int], agreed: tuple[int, int]) -> None:
+    def _run_eager(self, state: PhaseState, live: tuple[int, int], agreed: tuple[int, int]) -> None:
         """Run the phase as it is, at the size that the ranks agreed on."""
         phase, (rows, tokens) = state.phase, agreed
         if not phase.ragged:

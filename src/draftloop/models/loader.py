@@ -173,8 +173,8 @@ def load_model(
             report(loaded)
     if not keeps_quantised(device):
         dequantise(model, dtype)
-    elif config.quantisation is not None:
-        torch.cuda.empty_cache()  # what packing took is the cache's now
+    elif config.quantisation is not None or group is not None:
+        torch.cuda.empty_cache()  # what packing, or whole random weights, took is the cache's now
     return model
 
 

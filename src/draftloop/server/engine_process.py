@@ -117,9 +117,7 @@ class EngineServer:
             if not self._core.idle:
                 self._step()
         self._profiler.close()
-        self._core.close()
-        if self._engine.drafter is not None:
-            self._engine.drafter.close()
+        self._engine.close()
 
     def _receive(self) -> None:
         """Take all messages that are there; wait for one first if there is nothing else to do."""
