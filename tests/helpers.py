@@ -269,13 +269,14 @@ def prompts(count: int, *, longest: int = 20, vocab: int = VOCAB, seed: int = 1)
 _ANSWERS: dict[tuple, list[int]] = {}
 
 
-def oracle(prompt: Sequence[int], max_tokens: int, *, model: str | None = None, max_model_len: int = 128) -> list[int]:
-    """Greedy tokens of the plain engine: no graphs, no speculation, one request at a time."""
-    key = (model, tuple(prompt))
-    known = _ANSWERS.get(key, [])
-    want = min(max_tokens, max_model_len - len(prompt))
+def oracle(
+    prompt: Sequence[int], max_tokens: int, *, model: str | None = None, max_model_len: int = 128, device: str = "cpu"
+) -> list[int]:
+    """Greedy tokens of the plain engine in fp32: no graphs, no speculation, one request at a time."""
+    key = (model, device, tuple(prompt))
+    known, want = _ANSWERS.get(key, []), min(max_tokens, max_model_len - len(prompt))
     if len(known) < want:
-        plain = engine(model, cudagraph_mode="NONE", max_num_seqs=1, max_prefill_rows=1)
+        plain = engine(model, device=device, dtype="float32", cudagraph_mode="NONE", max_num_seqs=1, max_prefill_rows=1)
         known = plain.generate(list(prompt), greedy(max(want, 64)))[0].outputs[0].token_ids
         _ANSWERS[key] = known
     return known[:want]

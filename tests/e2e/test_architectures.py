@@ -71,15 +71,22 @@ def model(name: str, *, noise: float = 0.0) -> str:
     return str(folder)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_draft_model_changes_no_text(name: str, mode: str) -> None:
+def test_a_draft_model_changes_no_text(name: str, mode: str, device: str) -> None:
     """Through windows that slide on, whatever is captured."""
     target, draft = model(name), model(name, noise=0.01)
     spec = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
-    llm = engine(target, speculative_config=spec, cudagraph_mode=mode, cudagraph_capture_sizes=(2, 8))
+    settings = {"cudagraph_mode": mode, "cudagraph_capture_sizes": (2, 8), "device": device, "dtype": "float32"}
+    llm = engine(target, speculative_config=spec, **settings)
     asked = prompts(4)
-    assert answers(llm.generate(asked, greedy())) == [oracle(prompt, 24, model=target) for prompt in asked]
+    expected = [oracle(prompt, 24, model=target, device=device) for prompt in asked]
+    assert answers(llm.generate(asked, greedy())) == expected
     assert llm.engine.core.stats.num_accepted_tokens > 0
     assert_all_free(llm)
 

@@ -60,10 +60,11 @@ def asked(count: int = 6) -> tuple[list[list[int]], list[str | None]]:
     return prompts(count), [NAMES[i % 3] for i in range(count)]
 
 
-def expected(max_tokens: int = 24, count: int = 6) -> list[list[int]]:
+def expected(max_tokens: int = 24, count: int = 6, *, device: str = "cpu") -> list[list[int]]:
     """Of merged models, without adapters, drafts or graphs."""
     models = {None: tiny_model(), "one": merged(tiny_model(), one()), "two": merged(tiny_model(), two())}
-    return [oracle(prompt, max_tokens, model=models[name]) for prompt, name in zip(*asked(count), strict=True)]
+    rows = zip(*asked(count), strict=True)
+    return [oracle(prompt, max_tokens, model=models[name], device=device) for prompt, name in rows]
 
 
 def test_the_adapters_of_these_tests_change_the_text() -> None:
@@ -77,12 +78,13 @@ def test_the_adapters_of_these_tests_change_the_text() -> None:
 def test_each_row_has_its_adapter_in_every_mode(device: str, mode: str, num_drafts: int) -> None:
     asked_, names = asked()
     more = {"cudagraph_mode": mode, "speculative_config": drafting_spec(num_drafts)}
+    said = expected(device=device)
     llm = make_engine(device=device, dtype="float32", **settings(**more))
     for poison in (False, True):
         llm.engine.table.poison = poison
-        assert answers(llm.generate(asked_, greedy(), lora_request=names)) == expected(), poison
+        assert answers(llm.generate(asked_, greedy(), lora_request=names)) == said, poison
         # alone, and other adapters in the rows that were
-        assert answers(llm.generate(asked_[1], greedy(), lora_request="one")) == expected()[1:2]
+        assert answers(llm.generate(asked_[1], greedy(), lora_request="one")) == said[1:2]
     assert_all_free(llm)
     llm.close()
 
@@ -92,7 +94,7 @@ def test_drafters_of_the_base_model_change_no_text(device: str, name: str) -> No
     asked_, names = asked()
     spec = example_configs()[name][-1]  # of eagle3 a tree
     llm = make_engine(device=device, dtype="float32", speculative_config=spec, **settings())
-    assert answers(llm.generate(asked_, greedy(), lora_request=names)) == expected()
+    assert answers(llm.generate(asked_, greedy(), lora_request=names)) == expected(device=device)
     assert_all_free(llm)
     llm.close()
 
@@ -102,7 +104,7 @@ def test_steps_that_the_device_repeats_have_adapters_too(device: str) -> None:
     llm = make_engine(
         device=device, dtype="float32", **settings(device_loop=4, speculative_config=drafting_spec(), max_num_seqs=8)
     )
-    assert answers(llm.generate(asked_, greedy(), lora_request=names)) == expected()
+    assert answers(llm.generate(asked_, greedy(), lora_request=names)) == expected(device=device)
     assert llm.engine.table.report().replays["iteration"] > 0
     llm.close()
 

@@ -17,6 +17,8 @@ from draftloop.models.decoder import Decoder, attention_shapes, cache_specs
 from draftloop.models.loader import load_config, load_model, resolve_model
 
 CPU = torch.device("cpu")
+TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
+"""Of logits and hidden states, absolute."""
 PAGE_SIZE = 4
 NUM_PAGES = 40
 NUM_TOKENS = 61
@@ -140,31 +142,32 @@ def make_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
     return reference
 
 
-def load(folder: Path) -> Decoder:
+def load(folder: Path, device: torch.device = CPU) -> Decoder:
     source = resolve_model(str(folder))
     config = load_config(source)
-    backend = SdpaBackend(attention_shapes(config, page_size=PAGE_SIZE, dtype=torch.float32)[0], CPU)
-    return load_model(source, config, backend, device=CPU, dtype=torch.float32)
+    backend = SdpaBackend(attention_shapes(config, page_size=PAGE_SIZE, dtype=torch.float32)[0], device)
+    return load_model(source, config, backend, device=device, dtype=torch.float32)
 
 
 def run_chunks(
     model: Decoder, token_ids: torch.Tensor, chunks: list[int], aux_layers: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run a sequence in pieces through shuffled pages; everything that is not written holds NaN."""
-    specs = cache_specs(model.config, torch.float32)
-    caches = [spec.allocate(NUM_PAGES, PAGE_SIZE, CPU).fill_(float("nan")) for spec in specs]
+    """Run a sequence in pieces through shuffled pages; what is not written holds NaN. Results are on the CPU."""
+    device, specs = model.lm_head.device, cache_specs(model.config, torch.float32)
+    caches = [spec.allocate(NUM_PAGES, PAGE_SIZE, device).fill_(float("nan")) for spec in specs]
     kv = model.layer_caches(caches)
     page_table = torch.zeros(3, NUM_TOKENS // PAGE_SIZE + 1, dtype=torch.int32)
     row = 1
     order = torch.randperm(NUM_PAGES - 1, generator=torch.Generator().manual_seed(1)) + 1
     page_table[row] = order[: page_table.shape[1]]
+    token_ids, page_table = token_ids.to(device), page_table.to(device)
     hidden_states, aux_states, start = [], [], 0
     for length in chunks:
-        positions = torch.arange(start, start + length)
+        positions = torch.arange(start, start + length, device=device)
         batch = AttentionBatch(
-            rows_R=torch.tensor([row], dtype=torch.int32),
-            query_starts_R1=torch.tensor([0, length], dtype=torch.int32),
-            kv_lens_R=torch.tensor([start + length], dtype=torch.int32),
+            rows_R=torch.tensor([row], dtype=torch.int32, device=device),
+            query_starts_R1=torch.tensor([0, length], dtype=torch.int32, device=device),
+            kv_lens_R=torch.tensor([start + length], dtype=torch.int32, device=device),
             positions_T=positions,
             slots_T=page_table[row, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE,
             page_table_MN=page_table,
@@ -175,22 +178,23 @@ def run_chunks(
         hidden_states.append(hidden)
         aux_states.append(aux)
         start += length
-    return model.logits(torch.cat(hidden_states)), [torch.cat(parts) for parts in zip(*aux_states, strict=True)]
+    states = [torch.cat(parts).cpu() for parts in zip(*aux_states, strict=True)]
+    return model.logits(torch.cat(hidden_states)).cpu(), states
 
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(name: str, device: torch.device, tmp_path: Path) -> None:
     reference = make_reference(name, tmp_path)
     token_ids = torch.randint(131, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))
     expected = reference(token_ids[None], output_hidden_states=True)
-    model = load(tmp_path)
+    model, tolerance = load(tmp_path, device), TOLERANCE[device.type]
     decode = [1] * 12
     for chunks in ([NUM_TOKENS], [17, 5, NUM_TOKENS - 22 - len(decode), *decode]):
         logits, aux = run_chunks(model, token_ids, chunks, aux_layers=(2, 0, 1))
-        torch.testing.assert_close(logits, expected.logits[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits, expected.logits[0], atol=tolerance, rtol=0)
         for layer, state in zip((2, 0, 1), aux, strict=True):
-            torch.testing.assert_close(state, expected.hidden_states[layer][0], atol=1e-4, rtol=0)
+            torch.testing.assert_close(state, expected.hidden_states[layer][0], atol=tolerance, rtol=0)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_models import CASES, NUM_TOKENS, load, make_reference, run_chunks
+from test_models import CASES, NUM_TOKENS, TOLERANCE, load, make_reference, run_chunks
 
 from draftloop.errors import ConfigError
 from draftloop.models.fallback import FallbackDecoder
@@ -31,17 +31,17 @@ def _more_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", FALLBACKS)
 @torch.no_grad()
-def test_logits_and_hidden_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_and_hidden_states_are_those_of_transformers(name: str, device: torch.device, tmp_path: Path) -> None:
     reference = make_reference(name, tmp_path)
     token_ids = torch.randint(131, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))
     expected = reference(token_ids[None], output_hidden_states=True, use_cache=False)
-    model = load(tmp_path)
+    model, tolerance = load(tmp_path, device), TOLERANCE[device.type]
     assert isinstance(model, FallbackDecoder)
     for chunks in ([NUM_TOKENS], [17, 5, NUM_TOKENS - 30, *[1] * 8]):
         logits, aux = run_chunks(model, token_ids, chunks, aux_layers=(2, 0, 1))
-        torch.testing.assert_close(logits, expected.logits[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits, expected.logits[0], atol=tolerance, rtol=0)
         for layer, state in zip((2, 0, 1), aux, strict=True):
-            torch.testing.assert_close(state, expected.hidden_states[layer][0], atol=1e-4, rtol=0)
+            torch.testing.assert_close(state, expected.hidden_states[layer][0], atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(
