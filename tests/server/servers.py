@@ -144,12 +144,17 @@ class Server:
         self.wait_until(is_free, timeout_s=10)
 
     @property
-    def engine_pid(self) -> int:
+    def engine_pids(self) -> list[int]:
+        """In the order of their ranks."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in map(int, children):
-            if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        raise AssertionError("there is no engine process")
+        commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        return sorted(pid for pid, command in commands.items() if command and b"resource_tracker" not in command)
+
+    @property
+    def engine_pid(self) -> int:
+        pids = self.engine_pids
+        assert pids, "there is no engine process"
+        return pids[0]
 
     def stop(self) -> int:
         """Ask it to end; the exit code."""

@@ -16,7 +16,7 @@ from draftloop.errors import ConfigError, RequestError
 from draftloop.server import run as run_module
 from draftloop.server.client import EngineClient, EngineUnavailableError
 from draftloop.server.log_stats import stats_lines
-from draftloop.server.messages import Counters, Ending, Ready
+from draftloop.server.messages import AdapterCounters, Counters, Ending, Ready
 from draftloop.server.metrics import Metrics
 from draftloop.server.options import ServerOptions
 from draftloop.server.serving import read_template
@@ -93,7 +93,7 @@ def test_a_wrong_chat_template_stops_the_start():
 
 def make_client(max_waiting: int = 2) -> EngineClient:
     client = EngineClient(EngineConfig(model="m"), max_waiting=max_waiting, silence_s=1)
-    client._ready = Ready(
+    client.ranks[0].ready = Ready(
         tokenizer=None, chat_template=None, special_tokens={}, vocab_size=9, max_model_len=64, max_num_seqs=4,
         num_pages=10, page_size=16, num_spec_tokens=2, info={},
     )  # fmt: skip
@@ -131,14 +131,16 @@ def metric_names() -> set[str]:
     async def render() -> str:
         client = make_client()
         client.state = "ready"
-        client.counters = Counters(acceptance_histogram=[0, 0, 0])
+        part = AdapterCounters(num_spec_steps=1, num_draft_tokens=2, num_accepted_tokens=1)
+        client.ranks[0].counters = Counters(acceptance_histogram=[0, 0, 0], by_adapter={"a": part})
         metrics = Metrics(client, "m")
-        metrics.request(n=1, max_tokens=5)
-        metrics.first_token(0.1)
-        metrics.tokens(0.3, 3)
-        metrics.ended(Ending(finish_reason="stop", decode_s=0.3), seconds=0.4, num_prompt_tokens=3, num_tokens=4)
+        engine = metrics.engines[0]
+        engine.request(n=1, max_tokens=5)
+        engine.first_token(0.1)
+        engine.tokens(0.3, 3)
+        engine.ended(Ending(finish_reason="stop", decode_s=0.3), seconds=0.4, num_prompt_tokens=3, num_tokens=4)
         row = {"phase": "p", "rows": 1, "tokens": 1, "captured": True, "replays": 2, "eager_runs": 0}
-        text = metrics.render({"rows": [row]}).decode()
+        text = metrics.render([{"rows": [row]}]).decode()
         assert 'vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 3.0' in text
         assert 'vllm:inter_token_latency_seconds_sum{engine="0",model_name="m"} 0.3' in text
         return text

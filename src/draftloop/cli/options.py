@@ -55,16 +55,21 @@ DECIMALS = _list_of(float, "numbers, such as 0,1")
 NAMES = _list_of(str, "names")
 
 
+# Beside their own.
+_SHORT_NAMES = {
+    "tensor_parallel_size": ["--tensor-parallel-size", "-tp"],
+    "data_parallel_size": ["--data-parallel-size", "-dp"],
+}
+
+
 def make_option(name: str, annotation: Any, default: Any, group: Group, help: str) -> inspect.Parameter:
     """One command-line option, with the spelling that cyclopts derives: max_num_seqs -> --max-num-seqs."""
-    extra = Parameter(group=group, help=help)
+    extra = Parameter(group=group, help=help, name=_SHORT_NAMES.get(name))
     if default is False:  # a flag that is off needs no --no-enforce-eager
         extra = Parameter(group=group, help=help, negative="", show_default=False)
     if annotation == tuple[str, ...]:  # given more than once, rather than emptied by an --empty-.. flag
         several = name in _SEVERAL
         extra = Parameter(group=group, help=help, negative="", show_default=False, consume_multiple=several)
-    if name == "tensor_parallel_size":
-        extra = Parameter(name=["--tensor-parallel-size", "-tp"], group=group, help=help)
     numbers = (NUMBERS,) if tuple[int, ...] in (annotation, *typing.get_args(annotation)) else ()
     full = Annotated[(annotation, *numbers, extra)]  # pyrefly: ignore[invalid-annotation]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=full)

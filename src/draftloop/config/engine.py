@@ -43,6 +43,10 @@ class EngineConfig:
     """Where to run; auto takes the GPU if there is one."""
     tensor_parallel_size: int = 1
     """GPUs that share the model, each with a part of every layer; one process runs on each."""
+    data_parallel_size: int = 1
+    """Engines that a server starts and shares the requests among, each with a whole model on a GPU of its own."""
+    enable_expert_parallel: bool = False
+    """Experts are divided among the engines, which then take every step together."""
     pipeline_parallel_size: int = 1
     """Groups of GPUs that share the layers; 1, since this engine divides layers alone."""
     seed: int = 0
@@ -120,6 +124,9 @@ class EngineConfig:
             value = getattr(self, name)
             self._need(value is None or value >= 1, name, "an integer >= 1")
         self._need(self.tensor_parallel_size >= 1, "tensor_parallel_size", "an integer >= 1")
+        self._need(self.data_parallel_size >= 1, "data_parallel_size", "an integer >= 1")
+        limit = "1 where tensor_parallel_size is above 1; serve once on each group of GPUs"
+        self._need(self.data_parallel_size == 1 or self.tensor_parallel_size == 1, "data_parallel_size", limit)
         limit = "1; raise tensor_parallel_size to have more GPUs share a model"
         self._need(self.pipeline_parallel_size == 1, "pipeline_parallel_size", limit)
         self._need(self.max_logprobs >= 0, "max_logprobs", "an integer >= 0")
@@ -138,6 +145,11 @@ class EngineConfig:
             self._need(min(sizes) >= 1, name, "a list of row counts >= 1")
             limit = f"a list of row counts up to max_num_seqs, {self.max_num_seqs} (the unit is rows, not tokens)"
             self._need(max(sizes) <= self.max_num_seqs, name, limit)
+
+    @property
+    def steps_together(self) -> bool:
+        """Several engines take every step together, since their layers exchange tokens."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -216,6 +216,11 @@ class _Resolver:
         asked = self.config.device_loop
         if asked == "off":
             return 0
+        if self.config.steps_together:
+            why = "engines that share experts agree on every step"
+            if asked != "auto":
+                raise ConfigError(f"device_loop is {asked}, but {why} on the host; leave it out")
+            return self.choose("device_loop", 0, why)
         if asked == "auto":
             if device == "cuda" and iteration_graph:
                 return self.choose("device_loop", _LOOP, "the host commits steps while the GPU goes on by itself")

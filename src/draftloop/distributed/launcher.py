@@ -22,10 +22,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING
 
 from draftloop.distributed.followers import Followers, Leader, end_with
+from draftloop.distributed.replica import Replica
 from draftloop.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
     from draftloop.distributed.group import Group
 
+LONGEST_STEP = timedelta(seconds=60)
+"""An engine that keeps those that step together with it waiting for so long is stuck."""
 START_S = 120.0
 """How long ranks may take to come together, imports included."""
 MODULE = "draftloop.engine.follower"
@@ -97,6 +101,37 @@ class Ranks:
     device: torch.device
     followers: Followers | None = None
     """Of rank 0, which runs the engine; the others' workers do what its worker does."""
+    engines: Group | None = None
+    """Engines that take every step together, this one among them, where there are several."""
+    steps: Group | None = None
+    """The same, for agreeing on steps: between hosts, and not for long."""
+
+
+def take_place(replica: Replica, device_type: str) -> Ranks:
+    """The engine's device, and its groups. Raises ConfigError where there are fewer GPUs than engines."""
+    import torch
+
+    from draftloop.distributed.group import ALONE, Group, join
+
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        if torch.cuda.device_count() < replica.size:
+            raise ConfigError(
+                f"data_parallel_size is {replica.size}, but this machine has {torch.cuda.device_count()} GPUs; ask "
+                "for as many"
+            )
+        device = torch.device("cuda", replica.rank)
+        torch.cuda.set_device(device)
+    if replica.store is None:
+        return Ranks(group=ALONE, device=device)
+    from torch.distributed import FileStore, ProcessGroup, new_group
+
+    for name, value in QUIET_NETWORK.items():
+        os.environ.setdefault(name, value)
+    engines = join(FileStore(replica.store, replica.size), replica.rank, replica.size, device)
+    steps = new_group(timeout=LONGEST_STEP, backend="gloo")
+    assert isinstance(steps, ProcessGroup)
+    return Ranks(group=ALONE, device=device, engines=engines, steps=Group(steps))
 
 
 def check_place(place: Place | None, num_ranks: int) -> None:

@@ -22,9 +22,13 @@ class Lockstep:
         self.group = group
         self.last_call = 0
         """The number of the last call heard."""
-        self.at_rest = False
+        self.at_rest = True
         """All ranks are idle, and step again only after another call."""
         self.num_steps = 0
+
+    def hear(self, call: int) -> None:
+        """Take a call, which ends the rest."""
+        self.last_call, self.at_rest = call, False
 
     def agree(self, shape: StepShape, *, is_idle: bool) -> StepShape:
         """The step that all ranks take: the smallest that covers what each of them needs.

@@ -20,20 +20,23 @@ from draftloop.config.engine import EngineConfig
 from draftloop.config.env import Environment
 from draftloop.config.resolve import Facts, Resolved, resolve
 from draftloop.distributed.group import Group
-from draftloop.distributed.launcher import Ranks
+from draftloop.distributed.launcher import Ranks, take_place
+from draftloop.distributed.replica import ALONE, Replica
 from draftloop.drafters.base import Drafter, Target, drafter_class
 from draftloop.drafters.made_for import warn_of_other_target
 from draftloop.engine.adapters import Adapters, check_adapters
+from draftloop.engine.check_settings import check_deterministic, check_engines
 from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
 from draftloop.engine.follower import gather
 from draftloop.engine.iteration import iteration_phases
+from draftloop.engine.lockstep import Lockstep
 from draftloop.engine.logprobs import logprob_phases
 from draftloop.engine.memory import MemoryLedger, make_pool
 from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
 from draftloop.engine.target import outcome_width, target_phases
 from draftloop.engine.worker import Worker
-from draftloop.errors import ConfigError, DraftloopError
+from draftloop.errors import DraftloopError
 from draftloop.graphs.phase import Key, ModeSetting
 from draftloop.graphs.program import Recorder
 from draftloop.graphs.sizes import Ladders
@@ -46,7 +49,6 @@ from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import attention_shapes, cache_specs
-from draftloop.models.fallback_config import FallbackConfig
 from draftloop.models.loader import (
     ModelSource,
     eos_token_ids,
@@ -94,10 +96,13 @@ class Engine:
         self.core.worker.close()
 
 
-def start(config: EngineConfig, *, progress: bool = True, ranks: Ranks | None = None) -> Engine:
+def start(
+    config: EngineConfig, *, progress: bool = True, ranks: Ranks | None = None, replica: Replica = ALONE
+) -> Engine:
     """Build an engine. Raises ConfigError, CapacityError or GraphError with what to change.
 
-    `ranks`: this process among those that share the engine; left out, they are started.
+    `ranks`: this process among those that share the engine; left out, they are started. `replica`: which of several
+    engines this is.
     """
     clock = _Clock()
     if Environment.read().nvtx:
@@ -107,6 +112,7 @@ def start(config: EngineConfig, *, progress: bool = True, ranks: Ranks | None = 
     )
     model_config = load_config(source, quantization=config.quantization)
     check_adapters(config, model_config)
+    check_engines(config, model_config, replica)
     spec = config.speculation
     drafter_type = drafter_class(spec) if spec else None
     resolved = resolve(
@@ -122,7 +128,8 @@ def start(config: EngineConfig, *, progress: bool = True, ranks: Ranks | None = 
         ),
     )
     check_shards(config, model_config)
-    ranks = ranks or gather(config, resolved.device)
+    if ranks is None:
+        ranks = take_place(replica, resolved.device) if replica.size > 1 else gather(config, resolved.device)
     try:
         if ranks.followers is not None:
             ranks.followers.send(config)
@@ -146,6 +153,7 @@ def _build(
     progress: bool,
 ) -> Engine:
     spec, group, device = config.speculation, ranks.group, ranks.device
+    in_step = ranks.engines or group
     drafter_type = drafter_class(spec) if spec else None
     dtype = getattr(torch, resolved.dtype)
     num_drafts = drafter_type.count_drafts(spec) if drafter_type and spec else 0
@@ -156,7 +164,7 @@ def _build(
     shapes = attention_shapes(layers, page_size=resolved.block_size, dtype=dtype, kv_dtype=kv_dtype)
     backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)
     if config.deterministic:
-        _check_deterministic(config, model_config, device.type)
+        check_deterministic(config, model_config, device.type)
     if spec and spec.tree:
         for layer in range(model_config.num_layers):
             backend_class.check_tree(spec.tree, model_config.window(layer))
@@ -270,12 +278,12 @@ def _build(
         phases,
         Ladders(rows=resolved.row_buckets, tokens=resolved.token_buckets, prefill_rows=resolved.max_prefill_rows),
         ModeSetting(resolved.graph_mode),
-        _recorder(device, group),
+        _recorder(device, in_step),
         device,
         largest_rows=resolved.max_num_seqs,
         largest_tokens=resolved.max_num_batched_tokens,
         require_graphs=resolved.require_graphs,
-        group=group,
+        group=in_step,
         poison_more=lambda: pool.poison(pages.newly_free()),
     )
     loop = make_device_loop(table, iterations, state, resolved.device_loop, group=group)
@@ -313,6 +321,7 @@ def _build(
         tokenizer=tokenizer,
         max_logprobs=config.max_logprobs,
         adapters=adapters,
+        lockstep=Lockstep(ranks.steps) if ranks.steps else None,
     )
     if Environment.read().nvtx:
         name_steps(core, nvtx_range)
@@ -331,29 +340,6 @@ def _build(
     )
     _log(config, engine)
     return engine
-
-
-def _check_deterministic(config: EngineConfig, model_config: ModelConfig, device_type: str) -> None:
-    """Attention is where backends differ; raises ConfigError for one whose results depend on the batch."""
-    if isinstance(model_config, FallbackConfig):
-        raise ConfigError(
-            f"deterministic is set, but {model_config.architecture} runs by transformers' code, whose results depend "
-            "on the batch; leave it out"
-        )
-    spec = config.speculation
-    parts = (spec, *(spec.drafters or ())) if spec else ()
-    for asked in (config.attention_backend, *(part.attention_backend for part in parts)):
-        name = resolve_attention_name(asked or "auto", device_type)
-        if device_type not in attention_backend(name, device_type).invariant_on:
-            raise ConfigError(
-                f"deterministic is set, but results of attention backend {name!r} depend on the batch on device "
-                f"{device_type!r}; leave attention_backend out"
-            )
-    if spec and spec.tree and not spec.tree.is_chain:
-        raise ConfigError(
-            "deterministic is set, but where a token's keys lie in a speculative_token_tree depends on its branch; "
-            "leave one out"
-        )
 
 
 def _rule(config: EngineConfig) -> Rule:

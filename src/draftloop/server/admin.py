@@ -68,24 +68,24 @@ def admin_router(serving: Serving) -> APIRouter:
             "num_speculative_tokens": ready.num_spec_tokens,
             "cache": {"pages": ready.num_pages, "page_size": ready.page_size},
             **ready.info,
-            "graphs": await client.ask("graphs"),
+            "graphs": (await client.ask("graphs"))[0],
         }
 
     @router.post("/start_profile")
     async def start_profile() -> dict[str, Any]:
         """Record the engine's steps until /stop_profile, for a minute at most."""
-        return await client.ask("start_profile", profile_dir=_profile_dir(serving))
+        return _together(await client.ask("start_profile", profile_dir=_profile_dir(serving)))
 
     @router.post("/stop_profile")
     async def stop_profile() -> dict[str, Any]:
         """Write what was recorded, as a Chrome trace; the file's name."""
         _profile_dir(serving)
-        return await client.ask("stop_profile")
+        return _together(await client.ask("stop_profile"))
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> dict[str, Any]:
         """Forget the prefixes of earlier prompts."""
-        return await client.ask("reset_prefix_cache")
+        return _together(await client.ask("reset_prefix_cache"))
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -143,7 +143,12 @@ def _profile_dir(serving: Serving) -> str:
     return serving.options.profile_dir
 
 
-async def _graphs(serving: Serving) -> dict[str, Any] | None:
+def _together(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What one engine says, or what each of several does."""
+    return answers[0] if len(answers) == 1 else {"engines": answers}
+
+
+async def _graphs(serving: Serving) -> list[dict[str, Any]] | None:
     try:
         return await asyncio.wait_for(serving.client.ask("graphs"), GRAPHS_TIMEOUT_S)
     except (EngineUnavailableError, TimeoutError):

@@ -1,14 +1,12 @@
-"""The API's side of the engine: starts its process, sends requests, hands out what comes back, notices its death."""
+"""The API's side of the engines: starts their processes, hands requests out and answers back, notices a death."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import shutil
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,15 +16,17 @@ import zmq
 import zmq.asyncio
 
 from draftloop.config import EngineConfig
-from draftloop.errors import DraftloopError, RequestError
+from draftloop.errors import RequestError
 from draftloop.observability import log
 from draftloop.request import SamplingParams
+from draftloop.server.answers import Answers, BusyError, EngineUnavailableError
 from draftloop.server.engine_process import run
+from draftloop.server.engine_rank import EngineMain, EngineRank
 from draftloop.server.messages import (
     Abort,
     Accepted,
     Add,
-    Ask,
+    Call,
     Close,
     Counters,
     Failed,
@@ -34,32 +34,27 @@ from draftloop.server.messages import (
     Question,
     Ready,
     Refused,
-    ToEngine,
-    Told,
     Update,
     check_params,
-    decode_from_engine,
     encode,
-    merge,
+    total,
 )
 
 State = Literal["starting", "ready", "draining", "dead"]
-EngineMain = Callable[[EngineConfig, str, str], None]
-"""Takes the settings, the address to connect to, and the log level."""
+
+CAUSE_S = 2.0
+"""An engine that lost another one waits so long for that one's own last word: it is the cause."""
 
 logger = log.get_logger(__name__)
 
 
-class EngineUnavailableError(DraftloopError):
-    """The engine is not there: still starting, or dead. The message says which, and why."""
-
-
-class BusyError(DraftloopError):
-    """As many requests as may wait are waiting."""
-
-
 class EngineClient:
-    """One engine in a process of its own. All methods belong to one event loop."""
+    """One engine, or several that share the requests, in processes of their own. Belongs to one event loop.
+
+    Each request goes to the engine with the fewest open answers. They live and die together: where their layers
+    exchange tokens none can do without the others, and a server with less than it was given is for its watcher to
+    replace.
+    """
 
     def __init__(
         self,
@@ -72,68 +67,71 @@ class EngineClient:
     ) -> None:
         """`max_waiting` answers may wait for a row; a busy engine that says nothing for `silence_s` is given up.
 
-        `engine` is what the engine's process runs.
+        `engine` is what an engine's process runs.
         """
         self.config, self.max_waiting, self.silence_s = config, max_waiting, silence_s
         self.state: State = "starting"
         self.reason = "the engine is starting"
         """Why it does not serve, unless it is ready."""
-        self.counters = Counters()
-        self.on_step: Callable[[int], None] = lambda num_tokens: None
-        """Called with how many tokens a step of the engine processed and produced, where it did any."""
+        self.on_step: Callable[[int, int], None] = lambda rank, num_tokens: None
+        """Called with an engine's rank and how many tokens a step of it processed and produced, if any."""
         self.changed = asyncio.Event()
         """Set whenever the state has changed."""
         self._log_level, self._engine = log_level, engine
-        self._ready: Ready | None = None
         self._open: dict[str, tuple[Answers, int]] = {}
         """By the engine's request id: who waits for it, and as which of its answers."""
-        self._questions: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self._num_calls = 0
+        self.ranks = [EngineRank(rank) for rank in range(config.data_parallel_size)]
         self._folder: Path | None = None
         self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._process: multiprocessing.process.BaseProcess | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._last_heard = time.monotonic()
 
     # ---- life -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the process; `state` says when it is ready."""
+        """Start the processes; `state` says when they are ready."""
         self._folder = Path(tempfile.mkdtemp(prefix="draftloop-"))  # readable by this user only
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)  # what a dead engine has not read must not hold up this process's end
-        address = f"ipc://{self._folder}/engine"
-        self._socket.bind(address)
-        spawn = multiprocessing.get_context("spawn")  # a fork would share the event loop, and CUDA forbids it
-        arguments = self.config, address, self._log_level
-        self._process = spawn.Process(target=self._engine, args=arguments, name="draftloop-engine")
-        self._process.start()
-        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
-
-    @property
-    def pid(self) -> int | None:
-        """The engine's process id."""
-        return self._process.pid if self._process else None
+        for rank in self.ranks:
+            rank.start(
+                self._engine,
+                self.config,
+                self._log_level,
+                context=self._context,
+                folder=self._folder,
+                on_exit=lambda rank=rank: self._gone(rank),
+            )
+        self._tasks = [asyncio.create_task(self._listen(rank)) for rank in self.ranks]
+        self._tasks.append(asyncio.create_task(self._watch()))
 
     @property
     def ready(self) -> Ready:
-        """What the engine said of itself. Raises EngineUnavailableError before it has."""
-        if self._ready is None:
+        """What the first engine said of itself. Raises EngineUnavailableError before all have."""
+        if not self.has_started:
             raise EngineUnavailableError(self.reason)
-        return self._ready
+        ready = self.ranks[0].ready
+        assert ready is not None
+        return ready
 
     @property
     def has_started(self) -> bool:
-        """The engine has said what it is; it may be dead by now."""
-        return self._ready is not None
+        """All engines have said what they are; they may be dead by now."""
+        return all(rank.ready is not None for rank in self.ranks)
 
     @property
     def num_open(self) -> int:
         """Answers that somebody waits for."""
         return len(self._open)
+
+    @property
+    def counters(self) -> Counters:
+        """Of all engines together."""
+        return total([rank.counters for rank in self.ranks])
+
+    @property
+    def num_pages(self) -> int:
+        """Cache pages of all engines together."""
+        return sum(rank.ready.num_pages for rank in self.ranks if rank.ready is not None)
 
     def drain(self) -> None:
         """Take no new requests; what runs goes on."""
@@ -142,70 +140,75 @@ class EngineClient:
 
     def fail_open(self, reason: str) -> None:
         """End all open requests with this error."""
-        open_, self._open = self._open, {}
-        if open_:
-            self._send(Abort(request_ids=list(open_)))
-        for answers in dict.fromkeys(answers for answers, _ in open_.values()):
+        failed = list(self._open.values())
+        self.abort(list(self._open))
+        for answers in dict.fromkeys(answers for answers, _ in failed):
             answers.fail(reason)
 
     async def close(self, timeout_s: float = 10.0) -> None:
-        """End the process, by force if it has not ended by then, and give everything back."""
-        process = self._process
+        """End the processes, by force if they have not ended by then, and give everything back."""
         self.drain()
         self.fail_open("the server is shutting down")
-        if process is not None:
-            asyncio.get_running_loop().remove_reader(process.sentinel)
-            if self._ready is not None or self.state == "dead":  # a starting engine reads no messages yet
-                self._send(Close())
-                await asyncio.to_thread(process.join, timeout_s)
-            self.kill()
-            await asyncio.to_thread(process.join)
+        is_listening = self.has_started or self.state == "dead"  # a starting engine reads no messages yet
+        for rank in self.ranks if is_listening else ():
+            rank.send(encode(Close()))
+        await asyncio.gather(*(rank.close(timeout_s if is_listening else 0.0) for rank in self.ranks))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._socket is not None and self._context is not None:
-            self._socket.close(linger=0)
+        if self._context is not None:
             self._context.term()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """End the process now, if it is there; for when there is no event loop any more."""
-        if self._process is not None and self._process.is_alive():
-            self._process.kill()
+        """End the processes now; for when there is no event loop any more, too."""
+        for rank in self.ranks:
+            rank.kill()
 
     def _enter(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
         self.changed.set()
 
-    def _on_exit(self) -> None:
-        assert self._process is not None
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        asyncio.get_running_loop().call_later(0.1, self._gone)  # what it has said last may still be on its way
+    def _gone(self, rank: EngineRank) -> None:
+        if not rank.is_gone:  # else it has said why
+            self._die(f"{self._process_of(rank)} has ended (exit code {rank.exit_code})")
 
-    def _gone(self) -> None:
-        assert self._process is not None
-        self._process.join(0)
-        self._die(f"the engine's process has ended (exit code {self._process.exitcode})")
+    def _process_of(self, rank: EngineRank) -> str:
+        return "the engine's process" if len(self.ranks) == 1 else f"the process of engine {rank.rank}"
 
     def _die(self, reason: str) -> None:
-        """The engine is of no use any more, and stays so."""
+        """The engines are of no use any more, and stay so."""
         if self.state == "dead":
             return
         logger.error("%s", reason)
         self._enter("dead", reason)
         self.fail_open(reason)
-        while self._questions:
-            self._questions.popleft().cancel()
+        for rank in self.ranks:
+            rank.give_up()
+            if len(self.ranks) > 1:
+                rank.kill()
+
+    def _failed(self, rank: EngineRank, message: Failed) -> None:
+        rank.give_up()
+        reason = message.message
+        if self.state != "starting":
+            reason = f"the engine has failed: {reason}"
+        if message.by_another:  # whose own last word says more, if it still comes
+            asyncio.get_running_loop().call_later(CAUSE_S, self._die, reason)
+        else:
+            self._die(reason)
 
     async def _watch(self) -> None:
         """A stall must end in an error: a busy engine says something every second, unless a step never ends."""
         while True:
             await asyncio.sleep(min(1.0, self.silence_s / 4))
-            silence = time.monotonic() - self._last_heard
-            if self._open and self.state in ("ready", "draining") and silence > self.silence_s:
-                self._die(f"the engine has been silent for {silence:.0f} s with {len(self._open)} requests open")
-                self.kill()
+            for rank in self.ranks:
+                silence = time.monotonic() - rank.last_heard
+                if rank.num_open and self.state in ("ready", "draining") and silence > self.silence_s:
+                    which = "the engine" if len(self.ranks) == 1 else f"engine {rank.rank}"
+                    self._die(f"{which} has been silent for {silence:.0f} s with {rank.num_open} requests open")
+                    self.kill()
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -216,7 +219,7 @@ class EngineClient:
         """
         if self.state != "ready":
             raise EngineUnavailableError(self.reason)
-        most = self.ready.max_num_seqs + self.max_waiting
+        most = len(self.ranks) * self.ready.max_num_seqs + self.max_waiting
         if count > most:
             raise RequestError(f"n asks for {count} answers; this server holds at most {most} at a time")
         if len(self._open) + count > most:
@@ -237,13 +240,11 @@ class EngineClient:
         """Queue `params.n` answers to each prompt; all or none. `traced`: updates say where tokens came from.
         `lora_request` names the adapter to answer with.
 
-        Raises what `check_room` raises, and RequestError for what the engine refuses.
+        All answers to a prompt are given by one engine, which computes it once. Raises what `check_room` raises, and
+        RequestError for what the engine refuses.
         """
         self.check_room(len(prompts) * params.n)
-        now = time.monotonic()
-        if not self._open:
-            self._last_heard = now  # an idle engine may be silent
-        answers = Answers(self, arrived=now)
+        answers = Answers(self.abort, arrived=time.monotonic())
         requests = [
             Add(
                 request_id=f"{request_id}-{at * params.n + index}",
@@ -263,10 +264,19 @@ class EngineClient:
             encoded = [encode(request) for request in requests]
         except (OverflowError, TypeError, UnicodeEncodeError, msgspec.MsgspecError) as error:
             raise RequestError(f"the request holds a value that cannot be passed on: {error}") from error
+        rank = self.ranks[0]
         for index, (request, data) in enumerate(zip(requests, encoded, strict=True)):
+            if index % params.n == 0:
+                rank = min(self.ranks, key=lambda rank: (rank.num_open, rank.num_given))
             answers.request_ids.append(request.request_id)
+            answers.ranks.append(rank.rank)
             self._open[request.request_id] = answers, index
-            self._send_bytes(data)
+            if not rank.num_open:
+                rank.last_heard = answers.arrived  # an idle engine may be silent
+            rank.num_open += 1
+            rank.num_given += 1
+            rank.send(data)
+        self._call()
         try:
             await answers.wait_until_accepted()
         except BaseException:
@@ -276,22 +286,36 @@ class EngineClient:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Nobody waits for these any more."""
-        known = [one for one in request_ids if self._open.pop(one, None)]
-        if known:
-            self._send(Abort(request_ids=known))
+        by_rank: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            if rank := self._close_answer(request_id):
+                by_rank.setdefault(rank.rank, []).append(request_id)
+        for rank, ids in by_rank.items():
+            self.ranks[rank].send(encode(Abort(request_ids=ids)))
+        if by_rank:
+            self._call()
 
-    async def ask(self, question: Question, *, profile_dir: str | None = None) -> dict[str, Any]:
-        """What the engine answers between two steps.
+    def _close_answer(self, request_id: str) -> EngineRank | None:
+        """Nobody waits for this answer any more; the engine that gave it, or None where nobody did before."""
+        place = self._open.pop(request_id, None)
+        if place is None:
+            return None
+        answers, index = place
+        rank = self.ranks[answers.ranks[index]]
+        rank.num_open -= 1
+        return rank
 
-        Raises EngineUnavailableError without an engine, RequestError where it cannot do what it is asked for.
+    async def ask(self, question: Question, *, profile_dir: str | None = None) -> list[dict[str, Any]]:
+        """What each engine answers between two steps.
+
+        Raises EngineUnavailableError without an engine, RequestError where one cannot do what it is asked for.
         """
         if self.state not in ("ready", "draining"):
             raise EngineUnavailableError(self.reason)
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._questions.append(future)
-        self._send(Ask(question=question, profile_dir=profile_dir))
+        answers = [rank.ask(question, profile_dir) for rank in self.ranks]
+        self._call()
         try:
-            return await future
+            return await asyncio.gather(*answers)
         except asyncio.CancelledError:
             if self.state == "dead":
                 raise EngineUnavailableError(self.reason) from None
@@ -299,28 +323,26 @@ class EngineClient:
 
     # ---- messages ---------------------------------------------------------------------------
 
-    def _send(self, message: ToEngine) -> None:
-        self._send_bytes(encode(message))
+    def _call(self) -> None:
+        """Engines that step together rest together: all of them hear that one has got a message."""
+        if self.config.steps_together:
+            self._num_calls += 1
+            data = encode(Call(number=self._num_calls))
+            for rank in self.ranks:
+                rank.send(data)
 
-    def _send_bytes(self, data: bytes) -> None:
-        if self._socket is not None and self.state != "dead":
-            self._socket.send(data)  # at once, since the pair has no high-water mark
-
-    async def _listen(self) -> None:
-        assert self._socket is not None
+    async def _listen(self, rank: EngineRank) -> None:
         while True:
-            data = await self._socket.recv()
-            self._last_heard = time.monotonic()
-            self._take(decode_from_engine(data))
+            self._take(rank, await rank.receive())
 
-    def _take(self, message: Any) -> None:
+    def _take(self, rank: EngineRank, message: Any) -> None:
         match message:
             case Progress():
-                before, now = self.counters, message.counters
-                self.counters = now
+                before, now = rank.counters, message.counters
+                rank.counters = now
                 num_tokens = now.prompt_tokens - before.prompt_tokens + now.generated_tokens - before.generated_tokens
                 if num_tokens:
-                    self.on_step(num_tokens)
+                    self.on_step(rank.rank, num_tokens)
                 for update in message.updates:
                     self._deliver(update)
             case Accepted(request_id=request_id, num_prompt_tokens=count):
@@ -329,89 +351,22 @@ class EngineClient:
                     answers.accept(index, count)
             case Refused(request_id=request_id, message=text):
                 if request_id in self._open:
-                    self._open.pop(request_id)[0].refuse(text)
-            case Told(answer=answer, error=error):
-                future = self._questions.popleft()
-                if not future.done() and error is None:
-                    future.set_result(answer)
-                elif not future.done():
-                    future.set_exception(RequestError(error or ""))
+                    answers, _ = self._open[request_id]
+                    self._close_answer(request_id)
+                    answers.refuse(text)
             case Ready():
-                self._ready = message
-                self._enter("ready", "")
-            case Failed(message=text):
-                starting = self.state == "starting"
-                self._die(text if starting else f"the engine has failed: {text}")
+                rank.ready = message
+                if self.has_started and self.state == "starting":
+                    self._enter("ready", "")
+            case Failed():
+                self._failed(rank, message)
 
     def _deliver(self, update: Update) -> None:
         if place := self._open.get(update.request_id):
-            if update.ending is not None:
-                del self._open[update.request_id]
             answers, index = place
+            if update.ending is not None:
+                self._close_answer(update.request_id)
             answers.deliver(index, update)
-
-
-class Answers:
-    """What the engine gives to one request: several prompts, several answers each, in the order of `submit`."""
-
-    def __init__(self, client: EngineClient, *, arrived: float) -> None:
-        self._client = client
-        self.arrived = arrived
-        self.request_ids: list[str] = []
-        self.num_prompt_tokens: dict[int, int] = {}
-        """By answer: tokens of its prompt, once accepted."""
-        self._pending: dict[int, list[Update]] = {}
-        self._news = asyncio.Event()
-        self._refusal: str | None = None
-        self._failure: str | None = None
-
-    def accept(self, index: int, num_prompt_tokens: int) -> None:
-        self.num_prompt_tokens[index] = num_prompt_tokens
-        self._news.set()
-
-    def refuse(self, reason: str) -> None:
-        self._refusal = reason
-        self._news.set()
-
-    def fail(self, reason: str) -> None:
-        self._failure = reason
-        self._news.set()
-
-    def deliver(self, index: int, update: Update) -> None:
-        self._pending.setdefault(index, []).append(update)
-        self._news.set()
-
-    async def wait_until_accepted(self) -> None:
-        """Raises RequestError if any answer is refused, EngineUnavailableError if the engine dies."""
-        while len(self.num_prompt_tokens) < len(self.request_ids):
-            self._check()
-            self._news.clear()
-            await self._news.wait()
-        self._check()
-        if self._pending:
-            self._news.set()
-
-    async def next(self) -> list[tuple[int, Update]]:
-        """What has come since the last call: of each answer at most one update, which holds all that is new.
-
-        Raises EngineUnavailableError if the engine dies before the end.
-        """
-        while not self._pending:
-            self._check()
-            self._news.clear()
-            await self._news.wait()
-        pending, self._pending = self._pending, {}
-        return [(index, merge(updates)) for index, updates in pending.items()]
-
-    def _check(self) -> None:
-        if self._refusal is not None:
-            raise RequestError(self._refusal)
-        if self._failure is not None:
-            raise EngineUnavailableError(self._failure)
-
-    def close(self) -> None:
-        """Abort what has not ended."""
-        self._client.abort(self.request_ids)
 
 
 async def wait_for_state(client: EngineClient, *states: State) -> None:

@@ -17,7 +17,8 @@ import zmq
 from tqdm import tqdm
 
 from draftloop.config import EngineConfig, Environment
-from draftloop.errors import DraftloopError, RequestError
+from draftloop.distributed.replica import ALONE, Replica
+from draftloop.errors import DraftloopError, RankError, RequestError
 from draftloop.observability import log
 from draftloop.scheduler.batch import Sequence
 from draftloop.server.messages import (
@@ -26,6 +27,7 @@ from draftloop.server.messages import (
     AdapterCounters,
     Add,
     Ask,
+    Call,
     Close,
     Counters,
     Ending,
@@ -51,8 +53,8 @@ HEARTBEAT_S = 1.0
 logger = log.get_logger(__name__)
 
 
-def run(config: EngineConfig, address: str, log_level: str) -> None:
-    """Serve the API process at `address` until it says so, or is gone."""
+def run(config: EngineConfig, address: str, log_level: str, replica: Replica = ALONE) -> None:
+    """Serve the API process at `address` until it says so, or is gone. `replica`: which of several engines this is."""
     for name in (signal.SIGINT, signal.SIGTERM):  # the API process decides when this one ends
         signal.signal(name, signal.SIG_IGN)
     log.setup(log_level, Environment.read().log_format)
@@ -63,8 +65,11 @@ def run(config: EngineConfig, address: str, log_level: str) -> None:
     try:
         from draftloop.engine.startup import start
 
-        engine = start(config)
+        engine = start(config, replica=replica)
         EngineServer(engine, socket).serve()
+    except RankError as error:
+        logger.error("%s", error)
+        socket.send(encode(Failed(message=str(error), by_another=True)))
     except DraftloopError as error:
         socket.send(encode(Failed(message=str(error))))
     except Exception as error:
@@ -112,16 +117,21 @@ class EngineServer:
     def serve(self) -> None:
         """Until a `Close` comes. Raises what the engine raises."""
         self._send(_ready(self._engine))
-        while self._is_open:
+        while self._is_open or not self._rests:
             self._receive()
-            if not self._core.idle:
+            if not self._rests:
                 self._step()
         self._profiler.close()
         self._engine.close()
 
+    @property
+    def _rests(self) -> bool:
+        """There is nothing to do before another message comes."""
+        return self._core.idle if self._core.lockstep is None else self._core.lockstep.at_rest
+
     def _receive(self) -> None:
         """Take all messages that are there; wait for one first if there is nothing else to do."""
-        if self._core.idle:
+        if self._rests:
             self._socket.poll()
         while self._socket.poll(0):
             self._take(decode_to_engine(self._socket.recv()))
@@ -138,6 +148,9 @@ class EngineServer:
                 self._send_progress([])  # what was freed is visible at once
             case Ask():
                 self._send(self._tell(message))
+            case Call(number=number):
+                assert self._core.lockstep is not None
+                self._core.lockstep.hear(number)
             case Close():
                 self._is_open = False
 

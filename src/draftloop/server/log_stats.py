@@ -21,7 +21,7 @@ async def log_stats(client: EngineClient) -> None:
         await asyncio.sleep(EVERY_S)
         now, counters = time.monotonic(), client.counters
         if counters.generated_tokens != before.generated_tokens or counters.num_running or counters.num_waiting:
-            num_pages = client.ready.num_pages
+            num_pages = client.num_pages
             for line in stats_lines(before, counters, seconds=now - then, num_pages=num_pages):
                 logger.info("%s", line)
         before, then = counters, now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any, Literal
 
 import msgspec
@@ -42,11 +43,17 @@ class Ask(msgspec.Struct, tag=True, kw_only=True):
     """Folder for the trace, by `start_profile`."""
 
 
+class Call(msgspec.Struct, tag=True, kw_only=True):
+    """To all engines that step together: one of them has got a message. See `engine.lockstep`."""
+
+    number: int
+
+
 class Close(msgspec.Struct, tag=True, kw_only=True):
     """Finish what a drafter writes, and end."""
 
 
-ToEngine = Add | Abort | Ask | Close
+ToEngine = Add | Abort | Ask | Call | Close
 
 # ---- from the engine ------------------------------------------------------------------------
 
@@ -76,6 +83,8 @@ class Failed(msgspec.Struct, tag=True, kw_only=True):
     """The engine could not start, or has met an error that it does not survive. It ends now."""
 
     message: str
+    by_another: bool = False
+    """It was another engine's end, or silence, that it does not survive."""
 
 
 class Accepted(msgspec.Struct, tag=True, kw_only=True):
@@ -179,6 +188,20 @@ class Counters(msgspec.Struct, kw_only=True):
     def accepted_per_position(self) -> list[int]:
         """Drafted steps that accepted draft i, for i = 1 .. K."""
         return [sum(self.acceptance_histogram[i:]) for i in range(1, len(self.acceptance_histogram))]
+
+
+def total(parts: list[Any]) -> Any:
+    """Sums of several engines' counters, field by field; lists place by place, mappings by key."""
+    first = parts[0]
+    if isinstance(first, msgspec.Struct):
+        names = first.__struct_fields__
+        return type(first)(**{name: total([getattr(part, name) for part in parts]) for name in names})
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for part in parts for key in part)
+        return {key: total([part[key] for part in parts if key in part]) for key in keys}
+    if isinstance(first, list):
+        return [sum(counts) for counts in zip_longest(*parts, fillvalue=0)]
+    return sum(parts)
 
 
 class Progress(msgspec.Struct, tag=True, kw_only=True):

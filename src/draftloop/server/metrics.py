@@ -6,7 +6,7 @@ ended) is observed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,7 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from draftloop.server.client import EngineClient
-from draftloop.server.messages import AdapterCounters, Ending
+from draftloop.server.engine_rank import EngineRank
+from draftloop.server.messages import AdapterCounters, Ending, Ready
 
 LABELS = ("model_name", "engine")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,53 +29,85 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 class Metrics:
-    """All metrics of one server."""
+    """All metrics of one server; `engine` among the labels tells its engines apart."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._labels = {"model_name": model_name, "engine": "0"}
-        self._engine = _EngineCollector(client, list(self._labels.values()))
-        self.registry.register(self._engine)
+        labels = [(model_name, str(rank.rank)) for rank in client.ranks]
+        self._counted = _EngineCollector(client, labels)
+        self.registry.register(self._counted)
+        families = _Families(self.registry)
+        self.engines = [EngineMetrics(families, of) for of in labels]
+        client.on_step = lambda rank, num_tokens: self.engines[rank].step(num_tokens)
 
+    def render(self, graphs: Sequence[dict[str, Any]] | None) -> bytes:
+        """The text that Prometheus reads. `graphs`: the engines' coverage tables, where there are some."""
+        self._counted.graphs = graphs
+        return generate_latest(self.registry)
+
+
+class _Families:
+    """What is observed here, of all engines."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, what: str, buckets: Iterable[float]) -> Histogram:
-            made = Histogram(f"vllm:{name}", what, LABELS, buckets=tuple(buckets), registry=self.registry)
-            return made.labels(**self._labels)
+            return Histogram(f"vllm:{name}", what, LABELS, buckets=tuple(buckets), registry=registry)
 
         def seconds(name: str, what: str) -> Histogram:
             return histogram(name, what, _SECONDS)
 
-        self._first_token = seconds("time_to_first_token_seconds", "From a request's arrival to its first token.")
-        self._between_tokens = histogram(
+        self.first_token = seconds("time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self.between_tokens = histogram(
             "inter_token_latency_seconds",
             "Time between what two steps gave to an answer, over the tokens of the later one; once for each of them.",
             _BETWEEN_TOKENS,
         )
-        self._per_token = histogram(
+        self.per_token = histogram(
             "request_time_per_output_token_seconds", "Decoding time of an answer over its tokens.", _BETWEEN_TOKENS
         )
-        self._whole = seconds("e2e_request_latency_seconds", "From a request's arrival to its last token.")
-        self._queue = seconds("request_queue_time_seconds", "Time that a request waited for a row.")
-        self._prefill = seconds("request_prefill_time_seconds", "From a request's first step to its first token.")
-        self._decode = seconds("request_decode_time_seconds", "From a request's first token to its last one.")
-        self._inference = seconds("request_inference_time_seconds", "From a request's first step to its last token.")
-        self._prompt = histogram("request_prompt_tokens", "Tokens of a request's prompt.", _COUNTS)
-        self._generation = histogram("request_generation_tokens", "Tokens of an answer.", _COUNTS)
-        self._n = histogram("request_params_n", "Answers that a request asks for.", _FEW)
-        self._max_tokens = histogram("request_params_max_tokens", "Tokens that a request asks for.", _COUNTS)
-        self._step = histogram("iteration_tokens_total", "Prompt and answer tokens of a step.", _COUNTS)
-        client.on_step = self._step.observe
-        success = Counter(
+        self.whole = seconds("e2e_request_latency_seconds", "From a request's arrival to its last token.")
+        self.queue = seconds("request_queue_time_seconds", "Time that a request waited for a row.")
+        self.prefill = seconds("request_prefill_time_seconds", "From a request's first step to its first token.")
+        self.decode = seconds("request_decode_time_seconds", "From a request's first token to its last one.")
+        self.inference = seconds("request_inference_time_seconds", "From a request's first step to its last token.")
+        self.prompt = histogram("request_prompt_tokens", "Tokens of a request's prompt.", _COUNTS)
+        self.generation = histogram("request_generation_tokens", "Tokens of an answer.", _COUNTS)
+        self.n = histogram("request_params_n", "Answers that a request asks for.", _FEW)
+        self.max_tokens = histogram("request_params_max_tokens", "Tokens that a request asks for.", _COUNTS)
+        self.step = histogram("iteration_tokens_total", "Prompt and answer tokens of a step.", _COUNTS)
+        self.success = Counter(
             "vllm:request_success",
             "Answers that have ended, by how.",
             (*LABELS, "finished_reason"),
-            registry=self.registry,
+            registry=registry,
         )
-        self._ended = {reason: success.labels(**self._labels, finished_reason=reason) for reason in FINISH_REASONS}
 
-    def render(self, graphs: dict[str, Any] | None) -> bytes:
-        """The text that Prometheus reads. `graphs`: a coverage table, where there is one."""
-        self._engine.graphs = graphs
-        return generate_latest(self.registry)
+
+class EngineMetrics:
+    """What is observed of one engine's answers."""
+
+    def __init__(self, families: _Families, labels: tuple[str, str]) -> None:
+        def of(histogram: Histogram) -> Histogram:
+            return histogram.labels(*labels)
+
+        self._first_token = of(families.first_token)
+        self._between_tokens = of(families.between_tokens)
+        self._per_token = of(families.per_token)
+        self._whole = of(families.whole)
+        self._queue = of(families.queue)
+        self._prefill = of(families.prefill)
+        self._decode = of(families.decode)
+        self._inference = of(families.inference)
+        self._prompt = of(families.prompt)
+        self._generation = of(families.generation)
+        self._n = of(families.n)
+        self._max_tokens = of(families.max_tokens)
+        self._step = of(families.step)
+        self._ended = {reason: families.success.labels(*labels, reason) for reason in FINISH_REASONS}
+
+    def step(self, num_tokens: int) -> None:
+        """A step that processed and produced so many tokens."""
+        self._step.observe(num_tokens)
 
     def request(self, *, n: int, max_tokens: int | None) -> None:
         """A request has been accepted."""
@@ -109,17 +142,38 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """What the engine counts, as it last said."""
+    """What the engines count, as they last said."""
 
-    def __init__(self, client: EngineClient, labels: list[str]) -> None:
+    def __init__(self, client: EngineClient, labels: list[tuple[str, str]]) -> None:
         self._client, self._labels = client, labels
-        self.graphs: dict[str, Any] | None = None
+        self.graphs: Sequence[dict[str, Any]] | None = None
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        c = self._client.counters
+        """One family for each name: samples of all engines stand together."""
+        families: dict[str, Metric] = {}
+        for place, rank in enumerate(self._client.ranks):
+            graphs = self.graphs[place] if self.graphs is not None else None
+            is_ready = self._client.state in ("ready", "draining")
+            for metric in _Counted(rank, self._labels[place], is_up=is_ready, graphs=graphs).collect():
+                known = families.setdefault(metric.name, metric)
+                if known is not metric:
+                    known.samples += metric.samples
+        yield from families.values()
+
+
+class _Counted:
+    """One engine's."""
+
+    def __init__(
+        self, rank: EngineRank, labels: tuple[str, str], *, is_up: bool, graphs: dict[str, Any] | None
+    ) -> None:
+        self._rank, self._labels, self._is_up, self._graphs = rank, labels, is_up, graphs
+
+    def collect(self) -> Iterator[Metric]:
+        c = self._rank.counters
         yield self._counter("vllm:prompt_tokens", "Prompt tokens processed.", c.prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Tokens produced.", c.generated_tokens)
         yield self._counter(
@@ -161,13 +215,12 @@ class _EngineCollector(Collector):
         by_reason.add_metric([*self._labels, "capacity"], c.num_waiting - min(c.num_compiling, c.num_waiting))
         by_reason.add_metric([*self._labels, "deferred"], min(c.num_compiling, c.num_waiting))
         yield by_reason
-        is_ready = self._client.state in ("ready", "draining")
-        yield self._gauge("draftloop:engine_up", "1 while the engine serves.", is_ready)
-        if self._client.has_started:
-            yield from self._cache(c.num_pages_in_use)
-            yield self._gauge("draftloop:spec_k", "Drafts in a block, K.", self._client.ready.num_spec_tokens)
-        if self.graphs is not None:
-            yield from self._graph_runs(self.graphs["rows"])
+        yield self._gauge("draftloop:engine_up", "1 while the engine serves.", self._is_up)
+        if self._rank.ready is not None:
+            yield from self._cache(self._rank.ready, c.num_pages_in_use)
+            yield self._gauge("draftloop:spec_k", "Drafts in a block, K.", self._rank.ready.num_spec_tokens)
+        if self._graphs is not None:
+            yield from self._graph_runs(self._graphs["rows"])
 
     def _by_adapter(self, parts: Mapping[str, AdapterCounters]) -> Iterator[Metric]:
         for name, count, what in (
@@ -181,14 +234,13 @@ class _EngineCollector(Collector):
             if parts:
                 yield made
 
-    def _cache(self, num_pages_in_use: int) -> Iterator[Metric]:
-        ready = self._client.ready
+    def _cache(self, ready: Ready, num_pages_in_use: int) -> Iterator[Metric]:
         share = num_pages_in_use / ready.num_pages
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages that requests hold, 0 to 1.", share)
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The cache's size.", labels=["engine", "block_size", "num_gpu_blocks"]
         )
-        info.add_metric(["0", str(ready.page_size), str(ready.num_pages)], 1)
+        info.add_metric([self._labels[1], str(ready.page_size), str(ready.num_pages)], 1)
         yield info
 
     def _graph_runs(self, rows: list[dict[str, Any]]) -> Iterator[Metric]:

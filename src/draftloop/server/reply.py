@@ -46,10 +46,11 @@ class Reply:
     ) -> None:
         """`observe` is called once, when the request has ended."""
         self.id, self.params, self.n = id, params, params.n
-        self._answers, self._metrics, self._observe = answers, metrics, observe
+        self._answers, self._observe = answers, observe
+        self._metrics = [metrics.engines[rank] for rank in answers.ranks]
         self.answers = [Answer() for _ in answers.request_ids]
         self.created = int(time.time())
-        metrics.request(n=params.n, max_tokens=params.max_tokens)
+        self._metrics[0].request(n=params.n, max_tokens=params.max_tokens)
 
     async def updates(self, *, smooth: bool = False) -> AsyncIterator[list[tuple[int, Update]]]:
         """What comes, until all answers have ended; of each answer at most one update at a time.
@@ -98,27 +99,27 @@ class Reply:
 
     def close(self) -> None:
         self._answers.close()
-        for answer in self.answers:
+        for answer, metrics in zip(self.answers, self._metrics, strict=True):
             if answer.ending is None:
                 answer.ending = Ending(finish_reason="abort")
-                self._metrics.aborted()
+                metrics.aborted()
         observe, self._observe = self._observe, None
         if observe is not None:
             observe(self)
 
     def _measure(self, index: int, update: Update, now: float) -> None:
-        answer, count = self.answers[index], len(update.token_ids)
+        answer, metrics, count = self.answers[index], self._metrics[index], len(update.token_ids)
         if count and not answer.num_tokens:
             answer.first_token = now
-            self._metrics.first_token(now - self._answers.arrived)
+            metrics.first_token(now - self._answers.arrived)
         elif count:
-            self._metrics.tokens(now - answer.last_token, count)
+            metrics.tokens(now - answer.last_token, count)
         if count:
             answer.num_tokens += count
             answer.last_token = now
         if update.ending is not None:
             answer.ending = update.ending
-            self._metrics.ended(
+            metrics.ended(
                 update.ending,
                 seconds=now - self._answers.arrived,
                 num_prompt_tokens=self._answers.num_prompt_tokens[index],
