@@ -10,6 +10,7 @@ from cyclopts import App
 
 from draftloop.bench import prompts as prompt_sets
 from draftloop.bench.sampling_mix import SamplingMix
+from draftloop.cli.bench_replicas import add_replicas
 from draftloop.cli.options import (
     DECIMALS,
     NAMES,
@@ -28,6 +29,7 @@ from draftloop.errors import ConfigError, check_known
 from draftloop.request import SamplingParams
 
 bench = App(name="bench", help="Measure; each result is written with the command, machine and versions it came from.")
+add_replicas(bench)
 
 
 @command(bench, "latency", [*engine_options(), *speculation_options()])

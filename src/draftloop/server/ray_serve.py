@@ -125,7 +125,7 @@ def gpus_per_replica(config: EngineConfig, replicas: ReplicaOptions) -> int:
     if replicas.gpus_per_replica is not None:
         return replicas.gpus_per_replica
     on_cpu = config.device == "cpu" or (config.device == "auto" and not ray.cluster_resources().get("GPU"))
-    return 0 if on_cpu else 1
+    return 0 if on_cpu else config.tensor_parallel_size
 
 
 def serve_replicas(

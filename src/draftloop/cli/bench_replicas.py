@@ -1,0 +1,144 @@
+"""`draftloop bench simulate` and `replicas`: what several engines do together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App
+
+from draftloop.cli.options import (
+    DECIMALS,
+    NAMES,
+    NUMBERS,
+    at_least_one,
+    command,
+    config_from,
+    engine_options,
+    speculation_options,
+)
+from draftloop.errors import ConfigError, check_known
+
+ROUTES = ("round_robin", "least_loaded", "two_choices", "prefix")
+
+
+def add_replicas(bench: App) -> None:
+    bench.command(simulate)
+    command(bench, "replicas", [*engine_options(max_num_seqs=4), *speculation_options()])(replicas)
+
+
+def simulate(
+    *,
+    costs: Path,
+    replicas: Annotated[tuple[int, ...], NUMBERS] = (1, 2, 4, 8),
+    requests_per_s: Annotated[tuple[float, ...], DECIMALS] = (1.0, 2.0, 4.0),
+    acceptance_length: Annotated[tuple[float, ...], DECIMALS] = (),
+    routing: Annotated[tuple[str, ...], NAMES] = ("two_choices",),
+    rows: int = 32,
+    prompt_tokens: int = 512,
+    output_tokens: int = 128,
+    turns: float = 1.0,
+    num_requests: int = 200,
+    seed: int = 0,
+    out: Path = Path("docs/numbers"),
+) -> None:
+    """What replicas would do, by a simulation of events: tokens per second, time to first token and per token.
+
+    Parameters
+    ----------
+    costs:
+        File of `draftloop bench latency` or `throughput`: what iterations and prompts of one replica take.
+    replicas:
+        Numbers of replicas, such as 1,2,4.
+    requests_per_s:
+        Requests that come for each replica, at random (Poisson).
+    acceptance_length:
+        Tokens per iteration and row; left out, what was measured.
+    routing:
+        Where requests go: round_robin, least_loaded, two_choices (the shorter of two queues), prefix.
+    rows:
+        Rows of a replica.
+    prompt_tokens:
+        Tokens of each prompt, beyond those of the conversation so far.
+    output_tokens:
+        Tokens of each answer.
+    turns:
+        Turns of a conversation, on average; a later turn's prompt holds the earlier ones.
+    num_requests:
+        Requests for each replica.
+    seed:
+        Seed of arrivals and acceptance.
+    out:
+        Folder or file for the results.
+    """
+    at_least_one(replicas=min(replicas, default=0), rows=rows, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    at_least_one(num_requests=num_requests, routing=len(routing), requests_per_s=len(requests_per_s))
+    check_known("routing", routing, ROUTES)
+    for name, value, least in (("requests-per-s", min(requests_per_s), 0), ("turns", turns, 1)):
+        if not value >= least or value == 0:
+            raise ConfigError(f"--{name} is {value:g}; it must be {'above 0' if least == 0 else 'at least 1'}")
+    from draftloop.bench.simulate import run_simulate
+
+    run_simulate(
+        costs,
+        replicas=replicas,
+        requests_per_s=requests_per_s,
+        acceptance_length=acceptance_length,
+        routing=routing,
+        rows=rows,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        turns=turns,
+        num_requests=num_requests,
+        seed=seed,
+        out=out,
+    )
+
+
+def replicas(
+    values: dict[str, Any],
+    *,
+    replicas: int = 2,
+    concurrency: int = 8,
+    num_requests: int = 48,
+    prompt_tokens: int = 64,
+    output_tokens: int = 64,
+    tolerance: float = 0.15,
+    out: Path = Path("docs/numbers"),
+) -> None:
+    """Engines beside each other on this machine, against the simulation of them; fails if that is too far off.
+
+    Parameters
+    ----------
+    replicas:
+        Engines, each in a process of its own with its share of the processors.
+    concurrency:
+        Requests that are open at the same time, over all replicas.
+    num_requests:
+        Requests that are answered.
+    prompt_tokens:
+        Tokens of each prompt.
+    output_tokens:
+        Tokens of each answer.
+    tolerance:
+        Share by which the throughputs may differ.
+    out:
+        Folder or file for the results.
+    """
+    at_least_one(replicas=replicas, concurrency=concurrency, num_requests=num_requests)
+    at_least_one(prompt_tokens=prompt_tokens, output_tokens=output_tokens - 1)
+    if not 0 < tolerance < 1:
+        raise ConfigError(f"--tolerance is {tolerance:g}; it must be in (0, 1)")
+    config = config_from(values)
+    from draftloop.bench.replicas import run_replicas
+
+    run_replicas(
+        config,
+        replicas=replicas,
+        concurrency=concurrency,
+        num_requests=num_requests,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        tolerance=tolerance,
+        out=out,
+    )
