@@ -16,8 +16,13 @@ from draftloop.distributed.group import Group, join, leave
 TIMEOUT_S = 120
 
 
-def on_ranks(function: Callable[[Group], Any], size: int, device: str = "cpu") -> list[Any]:
-    """`function(group)` of each rank. Raises AssertionError with the trace of a rank that fails, or hangs."""
+def on_ranks(
+    function: Callable[[Group], Any], size: int, device: str = "cpu", *, expected: int | None = None
+) -> list[Any]:
+    """`function(group)` of each rank. Raises AssertionError with the trace of a rank that fails, or hangs.
+
+    `expected`: of so many, where the others are to end before they return.
+    """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn = multiprocessing.get_context("spawn")
     pipes = [spawn.Pipe(duplex=False) for _ in range(size)]
@@ -29,7 +34,7 @@ def on_ranks(function: Callable[[Group], Any], size: int, device: str = "cpu") -
         process.start()
     try:
         results = []
-        for rank, (pipe, _) in enumerate(pipes):
+        for rank, (pipe, _) in enumerate(pipes[:expected]):
             assert pipe.poll(TIMEOUT_S), f"rank {rank} says nothing"
             result, error = pickle.loads(pipe.recv_bytes())
             assert error is None, f"rank {rank}: {error}"

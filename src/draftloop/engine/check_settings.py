@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.engine import EngineConfig
-from draftloop.distributed.replica import Replica
 from draftloop.errors import ConfigError
 from draftloop.models.config import ModelConfig
 from draftloop.models.fallback_config import FallbackConfig
 
 
-def check_engines(config: EngineConfig, model_config: ModelConfig, replica: Replica) -> None:
+def check_engines(config: EngineConfig, model_config: ModelConfig, num_engines: int) -> None:
     """Raises ConfigError where one engine of several was asked for, or there are no experts to share."""
-    if config.data_parallel_size != replica.size:
+    if config.data_parallel_size != num_engines:
         raise ConfigError(
             f"data_parallel_size is {config.data_parallel_size}, but this is a single engine; start several by "
             "`draftloop serve`, or make one LLM for each GPU"

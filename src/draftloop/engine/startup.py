@@ -112,7 +112,7 @@ def start(
     )
     model_config = load_config(source, quantization=config.quantization)
     check_adapters(config, model_config)
-    check_engines(config, model_config, replica)
+    check_engines(config, model_config, ranks.engines.size if ranks and ranks.engines else replica.size)
     spec = config.speculation
     drafter_type = drafter_class(spec) if spec else None
     resolved = resolve(
