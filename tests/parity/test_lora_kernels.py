@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.batch_invariance import batch_invariant
+from draftloop.kernels.linear import residual_linear
 from draftloop.kernels.lora import LoraStack, adapted, lora_torch, lora_triton
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -108,6 +109,20 @@ def test_split_sums_get_it_once(device: torch.device) -> None:
     torch.testing.assert_close(adapted(sums_XTN.clone(), x_TK, adapters_T, stack).sum(0), expected)
     assert adapted(sums_XTN, x_TK, None, stack) is sums_XTN
     assert adapted(sums_XTN, x_TK, adapters_T, None) is sums_XTN
+
+
+def test_a_layer_with_an_adapter_is_the_layer_with_it_merged(device: torch.device) -> None:
+    """Whatever form its output has; on a GPU sums of parts of K."""
+    stack = make_stack((256,), 1024, ranks=(8, 16), room=16, device=device, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    weight_NK = (torch.randn(256, 1024, generator=generator) / 32).to(device, torch.bfloat16)
+    x_TK = torch.randn(4, 1024, generator=generator).to(device, torch.bfloat16)
+    adapters_T = torch.tensor([0, 1, 2, 2], dtype=torch.int32, device=device)
+    out = residual_linear(x_TK, weight_NK)
+    assert out.dim() == (3 if device.type == "cuda" else 2)
+    out = adapted(out, x_TK, adapters_T, stack).float()
+    expected_TN = plain_sums(x_TK.float() @ weight_NK.float().T, x_TK, adapters_T, stack)
+    torch.testing.assert_close(out.sum(0) if out.dim() == 3 else out, expected_TN, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])

@@ -255,7 +255,7 @@ def test_a_mixture_of_types_is_named(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_the_time_that_loading_took_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         make_engine().close()
-    assert "weights: 0.00 GiB in " in caplog.text
+    assert "s (files: 0.00 GiB in " in caplog.text
     assert "GB/s" in caplog.text
 
 

@@ -207,7 +207,7 @@ def _build(
         seed=config.seed,
         group=group,
         show_progress=None if show else False,
-        report=lambda loaded: logger.info("weights: %s", loaded),
+        report=lambda loaded: clock.notes.update(weights=f" (files: {loaded})"),
     )
     adapters = Adapters(model, config) if config.enable_lora else None
     ledger.lap("weights")
@@ -338,7 +338,7 @@ def _build(
         memory=ledger,
         seconds=clock.laps,
     )
-    _log(config, engine)
+    _log(config, engine, clock)
     return engine
 
 
@@ -403,7 +403,7 @@ def _tokenizer(config: EngineConfig, source: ModelSource) -> Any:
     return load_tokenizer(source)
 
 
-def _log(config: EngineConfig, engine: Engine) -> None:
+def _log(config: EngineConfig, engine: Engine, clock: _Clock) -> None:
     for choice in engine.resolved.choices:
         logger.info("%s = %s: %s", choice.name, choice.value, choice.reason)
     pool = engine.pool
@@ -417,14 +417,18 @@ def _log(config: EngineConfig, engine: Engine) -> None:
             "acceptance: typical, which is LOSSY: text at temperatures above 0 does not have the model's distribution"
         )
     logger.info("graphs:\n%s", engine.table.report().format())
-    logger.info("start-up: %s", ", ".join(f"{name} {s:.1f} s" for name, s in engine.seconds.items()))
+    logger.info("start-up: %s", clock)
 
 
 class _Clock:
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
         self.laps[name], self._last = now - self._last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {s:.1f} s{self.notes.get(name, '')}" for name, s in self.laps.items())

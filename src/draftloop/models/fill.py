@@ -90,7 +90,7 @@ def fill_from_files(
                 pass
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return Loaded(num_bytes=_bytes_of(files), seconds=time.perf_counter() - begin)
+    return Loaded(num_bytes=bytes_of(files), seconds=time.perf_counter() - begin)
 
 
 def _num_threads(device: torch.device) -> int:
@@ -98,7 +98,7 @@ def _num_threads(device: torch.device) -> int:
     return min(8, os.cpu_count() or 1) if device.type == "cuda" else 1
 
 
-def _bytes_of(files: Sequence[Path]) -> int:
+def bytes_of(files: Sequence[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 

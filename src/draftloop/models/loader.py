@@ -6,6 +6,7 @@ have them (see models/tensors.py), are floats of the model's dtype once loaded.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -139,11 +140,13 @@ def load_model(
     is told how fast files were read. Raises ConfigError for missing, unexpected or misshapen tensors, before any is
     read.
     """
+    from draftloop.models.fill import Loaded, bytes_of, fill_from_files
+
     if isinstance(config, FallbackConfig):
         from draftloop.models.fallback import load_fallback
 
-        random = load_format == "dummy"
-        return load_fallback(
+        begin, random = time.perf_counter(), load_format == "dummy"
+        decoder = load_fallback(
             _folder(source),
             config,
             backend,
@@ -153,10 +156,13 @@ def load_model(
             seed=seed,
             show_progress=show_progress,
         )
+        if report is not None and not random:
+            num_bytes = bytes_of(weight_files(_folder(source), pickled=load_format == "pt"))
+            report(Loaded(num_bytes=num_bytes, seconds=time.perf_counter() - begin))
+        return decoder
     import torch
 
     from draftloop.distributed.group import ALONE
-    from draftloop.models.fill import fill_from_files
     from draftloop.models.weights import check_kept, dequantise
 
     files = [] if load_format == "dummy" else weight_files(_folder(source), pickled=load_format == "pt")
