@@ -109,6 +109,17 @@ def test_steps_that_the_device_repeats_have_adapters_too(device: str) -> None:
     llm.close()
 
 
+def test_deterministic_answers_of_adapters_do_not_depend_on_the_company(device: str) -> None:
+    asked_, names = asked()
+    llm = make_engine(device=device, dtype="bfloat16", deterministic=True, **settings())
+    params = greedy(12, logprobs=0)
+    together = llm.generate(asked_, params, lora_request=names)
+    for prompt, name, output in zip(asked_[:3], names, together, strict=False):
+        (alone,) = llm.generate(prompt, params, lora_request=name)
+        assert alone.outputs[0].logprobs == output.outputs[0].logprobs
+    llm.close()
+
+
 def shared() -> LLM:
     return engine(speculative_config=drafting_spec(), **settings())
 

@@ -35,7 +35,7 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 REFUSED = (
     "use_dora", "lora_bias", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication",
     "trainable_token_indices", "target_parameters", "use_qalora", "alora_invocation_tokens", "arrow_config",
-    "megatron_config", "use_bdlora",
+    "megatron_config", "use_bdlora", "kasa_config", "monteclora_config", "velora_config",
 )
 # fmt: on
 """Settings that change what an adapter computes; each must say nothing."""
