@@ -31,6 +31,7 @@ from helpers import (
     tiny_model,
     works_on_host,
 )
+from quantized import FORMATS, quantised_copy
 
 load_drafters()
 
@@ -134,17 +135,31 @@ class Rank:
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_shards_are_the_parts_of_the_whole(load_format):
     """With fewer key/value heads than ranks, and a vocabulary that they do not divide."""
-    source = resolve_model(tiny_model("odd", vocab=157), load_format="auto")
-    config = load_config(source)
-
-    def load(group):
-        return load_model(
-            source, config, None, device=torch.device("cpu"), dtype=torch.float32, load_format=load_format, group=group
-        )
-
-    whole, parts = load(ALONE), [load(Rank(rank, 4)) for rank in range(4)]
+    whole, parts = load_parts(tiny_model("odd", vocab=157), 4, load_format=load_format)
     assert torch.equal(torch.cat([part.lm_head for part in parts])[:157], whole.lm_head)
     assert not parts[-1].lm_head[-3:].any()
+    check_layers(whole, parts)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "fp8" in name])
+def test_shards_of_8_bits_are_the_parts_of_the_whole(name, tmp_path):
+    """Also where parts begin inside of a block."""
+    quantised, _ = quantised_copy(tiny_model(), tmp_path, name)
+    check_layers(*load_parts(str(quantised), 4))
+
+
+def load_parts(folder, size, **options):
+    """The whole model, and what each rank has of it."""
+    source = resolve_model(folder, load_format="auto")
+    config, shared = load_config(source), {"device": torch.device("cpu"), "dtype": torch.float32, **options}
+    whole, *parts = (
+        load_model(source, config, None, group=group, **shared)
+        for group in (ALONE, *(Rank(rank, size) for rank in range(size)))
+    )
+    return whole, parts
+
+
+def check_layers(whole, parts):
     for layer, (first, *_) in enumerate(zip(whole.decoder_layers, strict=True)):
         mine = [part.decoder_layers[layer] for part in parts]
         q, k, v = first.attention.qkv_weight.split(first.attention.qkv_sizes)
@@ -168,10 +183,11 @@ DRAFT_MODEL = {"method": "draft_model", "model": tiny_model("near-draft-3", seed
     ("settings", "message"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; it must be 1; raise tensor_parallel_size"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size is 2; it must be 1 where tensor"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, but it does not divide the 4 attention heads"),
         ({"tensor_parallel_size": 2, "enable_lora": True}, "enable_lora is set"),
-        ({"tensor_parallel_size": 2, "quantization": "fp8"}, "quantised weights are not divided"),
+        ({"tensor_parallel_size": 2, "quantization": "int4"}, "weights of 4 bits are not divided"),
         (
             {"tensor_parallel_size": 2, "speculative_config": {**DRAFT_MODEL, "draft_tensor_parallel_size": 4}},
             "draft_tensor_parallel_size is 4; it must be 1, or tensor_parallel_size, 2",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from draftloop.kernels.opaque import define
 from draftloop.observability.log import get_logger
+
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
+"""Multicast by the switch between GPUs is never used: faults of it stop all that share the switch."""
 
 logger = get_logger(__name__)
 
@@ -186,6 +190,7 @@ def join(store: Store, rank: int, size: int, device: torch.device) -> Group:
     from torch.distributed import group, init_process_group
 
     leave()
+    os.environ.update(NO_MULTICAST)
     on_gpu = device.type == "cuda"
     init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

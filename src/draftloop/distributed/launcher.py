@@ -42,8 +42,6 @@ START_S = 120.0
 """How long ranks may take to come together, imports included."""
 MODULE = "draftloop.engine.follower"
 """What a rank that is started from here runs."""
-QUIET_NETWORK = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
-"""Multicast by the switch is not used: it needs a fabric manager, and faults of that hang all ranks."""
 _KEY = "draftloop/leader"
 
 
@@ -126,8 +124,6 @@ def take_place(replica: Replica, device_type: str) -> Ranks:
         return Ranks(group=ALONE, device=device)
     from torch.distributed import FileStore, ProcessGroup, new_group
 
-    for name, value in QUIET_NETWORK.items():
-        os.environ.setdefault(name, value)
     engines = join(FileStore(replica.store, replica.size), replica.rank, replica.size, device)
     steps = new_group(timeout=LONGEST_STEP, backend="gloo")
     assert isinstance(steps, ProcessGroup)
@@ -148,8 +144,6 @@ def meet(num_ranks: int, place: Place | None, *, keep: bool = False) -> Meeting:
 
     `keep`: ranks that are started here outlive an engine, for the next one; see `Followers`.
     """
-    for name, value in QUIET_NETWORK.items():
-        os.environ.setdefault(name, value)
     return _start(num_ranks, keep=keep) if place is None else _meet_by_torchrun(place)
 
 

@@ -277,7 +277,7 @@ def draft_group(spec: SpeculativeConfig, target: Target, model: ModelConfig) -> 
     asked, size = spec.draft_tensor_parallel_size, target.group.size
     if size == 1 or asked == 1:
         return ALONE
-    why = why_not_divided(model, size) or ("its weights are quantised" if model.quantisation else "")
+    why = why_not_divided(model, size)
     if not why:
         return target.group
     if asked is not None:

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from draftloop.errors import ConfigError
+from draftloop.kernels.linear_fp8 import Fp8Values
 from draftloop.kernels.quantised import Part
 from draftloop.models.progress import progress_bar
 from draftloop.models.quantisation import Quantisation
-from draftloop.models.shards import Shard
+from draftloop.models.shards import QuantisedShard, Shard
 from draftloop.models.tensors import FLOAT_TYPES, Tensors, mtp_tensors, open_tensors
 from draftloop.models.weights import Destination
 
@@ -106,6 +107,9 @@ def _put(name: str, tensors: Tensors, destination: Destination, staging: _Stagin
     if isinstance(destination, Shard):
         staging.copy(destination.slices.take(tensors.read(name)), destination.memory)
         return
+    slices = None
+    if isinstance(destination, QuantisedShard):
+        destination, slices = destination
     if isinstance(destination, Tensor):
         stored = tensors.stored.get(name)
         if stored is None:
@@ -114,11 +118,15 @@ def _put(name: str, tensors: Tensors, destination: Destination, staging: _Stagin
             destination.copy_(stored.read(lambda raw: staging.move(tensors.read_raw(raw))).dequantise())
         return
     if (stored := tensors.stored.get(name)) is None:
-        plain = staging.move(tensors.read(name))
+        plain = tensors.read(name)
+        plain = staging.move(plain if slices is None else slices.take(plain))
         with staging.lock:
             destination.quantise(plain)
         return
     values = stored.read(lambda raw: staging.move(tensors.read_raw(raw)))
+    if slices is not None:
+        assert isinstance(values, Fp8Values)
+        values = slices.take_fp8(values)
     try:
         with staging.lock:  # parts of a fused weight share scales
             destination.fill(values)
@@ -203,7 +211,8 @@ def _check_kinds(tensors: Tensors, destinations: Mapping[str, Destination], quan
     """Plain weights where quantised ones were promised are never rounded on the quiet."""
     if quantisation is None or quantisation.is_online:
         return
-    plain = [name for name, to in destinations.items() if isinstance(to, Part) and name in tensors.shapes]
+    quantised = Part | QuantisedShard
+    plain = [name for name, to in destinations.items() if isinstance(to, quantised) and name in tensors.shapes]
     plain = [name for name in plain if name not in tensors.stored]
     if plain:
         raise ConfigError(
@@ -217,7 +226,7 @@ def _warn_of_rounding(tensors: Tensors, destinations: Mapping[str, Destination])
     rounded: Counter[tuple[str, torch.dtype]] = Counter()
     first: dict[tuple[str, torch.dtype], str] = {}
     for name, destination in destinations.items():
-        if isinstance(destination, Part) or name in tensors.stored:
+        if isinstance(destination, Part | QuantisedShard) or name in tensors.stored:
             continue
         kind = tensors.types[name]
         if SIZES[kind] > destination.dtype.itemsize or {kind, destination.dtype} in (

@@ -221,8 +221,11 @@ def fill_dummy(model: Decoder, *, seed: int) -> None:
     slices = dict(named_slices(model))
     for name, weight in named_weights(model):
         if isinstance(weight, QuantisedWeight):
-            plain = torch.empty(weight.shape, device=device, dtype=dtype).normal_(0, DUMMY_STD, generator=generator)
-            weight.fill(0, weight.quantise(plain))
+            mine, shape = slices.get(name), list(weight.shape)
+            if mine is not None:
+                shape[mine.dim] = mine.size
+            plain = torch.empty(shape, device=device, dtype=dtype).normal_(0, DUMMY_STD, generator=generator)
+            weight.fill(0, weight.quantise(plain if mine is None else mine.take(plain)))
         elif name.endswith(("norm", "scalar")):
             weight.data.fill_(1)
         else:

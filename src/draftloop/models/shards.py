@@ -9,9 +9,10 @@ Shape suffixes: T tokens, K input columns, N output columns, V vocabulary, C hid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from draftloop.config.speculative import SpeculativeConfig
 from draftloop.distributed.group import Group
 from draftloop.errors import ConfigError
 from draftloop.kernels.linear import Weight, linear, residual_linear
+from draftloop.kernels.linear_fp8 import Fp8Values, spread
+from draftloop.kernels.quantised import Part
 from draftloop.models.config import ModelConfig
 
 
@@ -36,6 +39,21 @@ class Slices:
         """The part, a view where it is one run. Of a tensor that is mapped from a file, no more is read."""
         parts = [whole.narrow(self.dim, start, count) for start, count in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def take_fp8(self, whole: Fp8Values) -> Fp8Values:
+        """The same of a quantised weight and its scales, whose blocks get as small as the part's edges ask for."""
+        weight_NK, scale_PQ, dim = self.take(whole.weight_NK), whole.scale_PQ, self.dim
+        if whole.block is None:
+            if dim == 0 and scale_PQ.shape[0] > 1:
+                scale_PQ = self.take(scale_PQ)
+            return whole._replace(weight_NK=weight_NK, scale_PQ=scale_PQ)
+        finer = list(whole.block)
+        finer[dim] = math.gcd(finer[dim], *(edge for run in self.runs for edge in run))
+        rows, columns = whole.weight_NK.shape
+        scale_PQ = spread(scale_PQ, whole.block, (finer[0], finer[1]), (rows, columns))
+        runs = tuple((start // finer[dim], count // finer[dim]) for start, count in self.runs)
+        scale_PQ = replace(self, runs=runs).take(scale_PQ)
+        return Fp8Values(weight_NK, scale_PQ, (finer[0], finer[1]), whole.input_scale)
 
 
 class Shard:
@@ -67,6 +85,20 @@ class Shard:
 
     def copy_(self, whole: Tensor) -> None:
         self.memory.copy_(self.slices.take(whole))
+
+
+class QuantisedShard(NamedTuple):
+    """A quantised weight for a part of a checkpoint's."""
+
+    part: Part
+    slices: Slices
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole weight."""
+        shape = list(self.part.shape)
+        shape[self.slices.dim] = self.slices.size
+        return tuple(shape)
 
 
 Plain: TypeAlias = Tensor | Shard
@@ -110,6 +142,8 @@ def why_not_divided(config: ModelConfig, size: int) -> str:
         return f"it neither divides the {config.num_kv_heads} key/value heads nor is a multiple of them"
     if config.intermediate_size % size:
         return f"it does not divide the MLP's {config.intermediate_size} columns"
+    if config.quantisation and any(scheme.kind != "fp8" for _, scheme in config.quantisation.groups):
+        return "weights of 4 bits are not divided"
     return ""
 
 
@@ -122,8 +156,6 @@ def check(config: EngineConfig, model: ModelConfig) -> None:
     said = f"tensor_parallel_size is {size}, but"
     if why := why_not_divided(model, size):
         raise ConfigError(f"{said} {why}; choose another number, or 1")
-    if model.quantisation is not None:
-        raise ConfigError(f"{said} quantised weights are not divided; take the plain model, or 1")
     if config.enable_lora:
         raise ConfigError(f"{said} enable_lora is set, and adapters are not divided; leave one out")
 

@@ -15,12 +15,12 @@ from draftloop.kernels.linear_fp8 import Fp8Weight
 from draftloop.kernels.linear_int4 import Int4Weight
 from draftloop.kernels.quantised import Part, QuantisedWeight
 from draftloop.models.quantisation import Quantisation, Scheme
-from draftloop.models.shards import Plain, Shard, Slices, shard
+from draftloop.models.shards import Plain, QuantisedShard, Shard, Slices, shard
 
 logger = logging.getLogger(__name__)
 
 Memory: TypeAlias = torch.nn.Parameter | QuantisedWeight
-Destination: TypeAlias = Tensor | Part | Shard
+Destination: TypeAlias = Tensor | Part | Shard | QuantisedShard
 """What one tensor of a checkpoint fills."""
 
 
@@ -72,13 +72,18 @@ def sharded(parts: list[Tensor] | list[Part], slices: Sequence[Slices | None] | 
     """What the tensors of a checkpoint fill whose parts these are."""
     if slices is None:
         return list(parts)
-    memories = [part for part in parts if isinstance(part, Tensor)]  # quantised ones are not divided
-    return [shard(memory, one) for memory, one in zip(memories, slices, strict=True)]
+    return [_sharded(part, one) for part, one in zip(parts, slices, strict=True)]
+
+
+def _sharded(part: Tensor | Part, slices: Slices | None) -> Destination:
+    if isinstance(part, Tensor):
+        return shard(part, slices)
+    return part if slices is None else QuantisedShard(part, slices)
 
 
 def plain(destinations: Mapping[str, Destination]) -> dict[str, Plain]:
     """Of a drafter's head, whose weights are never quantised."""
-    found = {name: weight for name, weight in destinations.items() if not isinstance(weight, Part)}
+    found = {name: weight for name, weight in destinations.items() if isinstance(weight, Tensor | Shard)}
     assert len(found) == len(destinations)
     return found
 
