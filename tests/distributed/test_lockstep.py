@@ -97,13 +97,14 @@ def exchange_tokens(group: Group) -> None:
     GatedMLP.forward = forward  # type: ignore[method-assign]
 
 
-def make(group: Group, **settings: Any) -> LLM:
+def make(group: Group, device: str = "cpu", **settings: Any) -> LLM:
     defaults = {
         "max_model_len": 128, "max_num_seqs": 8, "max_prefill_rows": 4, "max_num_batched_tokens": 64,
-        "kv_cache_memory_bytes": 1 << 23, "device": "cpu", "data_parallel_size": 2, "enable_expert_parallel": True,
+        "kv_cache_memory_bytes": 1 << 23, "device": device, "data_parallel_size": 2, "enable_expert_parallel": True,
     }  # fmt: skip
     config = EngineConfig.from_mapping(model=tiny_model(), **{**defaults, **settings})
-    ranks = Ranks(group=ALONE, device=torch.device("cpu"), engines=group, steps=group)
+    place = torch.device(device, group.rank) if device == "cuda" else torch.device(device)
+    ranks = Ranks(group=ALONE, device=place, engines=group, steps=group)
     return LLM.from_config(config, ranks=ranks)
 
 
@@ -171,20 +172,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _both(whole: Group) -> dict[str, Any]:
-    """Every case on every engine, and what went wrong at the end."""
-    faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
+def _both(whole: Group, device: str = "cpu") -> dict[str, Any]:
+    """Every case on every engine."""
+    faulthandler.dump_traceback_later(WATCHDOG_S if device == "cpu" else 5 * WATCHDOG_S, exit=True)
     group = LoggedGroup(torch.distributed.group.WORLD)
     startup.check_engines = lambda *args: None  # type: ignore[assignment]
     exchange_tokens(group)
     found: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
-        llm = make(group, **settings)
+        llm = make(group, device, **settings)
         for case_name, case in cases().items():
             found[f"{name}: {case_name}"] = run_case(llm, group, case)
-        found[f"{name}: choices"] = {choice.name: choice.reason for choice in llm.engine.resolved.choices}
+        llm.close()
     faulthandler.cancel_dump_traceback_later()
     return found
+
+
+def _both_on_gpus(whole: Group) -> dict[str, Any]:
+    return _both(whole, "cuda")
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +234,21 @@ def test_one_that_is_idle_runs_padding_at_the_others_sizes(both) -> None:
     idle = both[1]["draft_model: one is idle"]
     assert idle.answers == {}
     assert any(phase.startswith("iteration") for phase, _, _ in idle.graphs)
+
+
+@pytest.mark.gpu
+def test_captured_exchanges_of_two_gpus_agree() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    both = on_ranks(_both_on_gpus, 2, "cuda")
+    for method in SETTINGS:
+        for case_name, case in cases().items():
+            first, second = (found[f"{method}: {case_name}"] for found in both)
+            assert first.num_steps == second.num_steps
+            assert first.exchanged == second.exchanged, "what was not captured"
+            for rank, found in enumerate((first, second)):
+                for index, (_, prompt, params, _) in enumerate(case.requests[rank]):
+                    assert found.answers[str(index)] == oracle(prompt, params.max_tokens or 0)
 
 
 def test_the_device_loop_is_off_and_says_why() -> None:

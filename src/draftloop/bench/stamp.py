@@ -52,6 +52,7 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
     spec = config.speculation
     path = "loop" if llm.engine.core.worker.loop else "iteration" if resolved.iteration_graph else "phases"
     ranks = [f"TP={config.tensor_parallel_size}"] if config.tensor_parallel_size > 1 else []
+    ranks += [f"EP={config.data_parallel_size}"] if config.steps_together else []
     quantisation = llm.engine.model_config.quantisation
     return {
         # another measurement than that of the plain model

@@ -1,4 +1,4 @@
-"""`draftloop bench simulate` and `replicas`: what several engines do together."""
+"""`draftloop bench simulate`, `replicas` and `engines`: what several engines do together."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ ROUTES = ("round_robin", "least_loaded", "two_choices", "prefix")
 
 def add_replicas(bench: App) -> None:
     bench.command(simulate)
+    command(bench, "engines", [*engine_options(data_parallel_size=2), *speculation_options()])(engines)
     command(bench, "replicas", [*engine_options(max_num_seqs=4), *speculation_options()])(replicas)
 
 
@@ -142,3 +143,48 @@ def replicas(
         tolerance=tolerance,
         out=out,
     )
+
+
+def engines(
+    values: dict[str, Any],
+    *,
+    steady_steps: int = 200,
+    mixed_steps: int = 2000,
+    prompt_tokens: int = 512,
+    output_tokens: int = 128,
+    compare_with_one: bool = True,
+    out: Path = Path("docs/numbers"),
+) -> None:
+    """Several engines of one machine that share their experts, or nothing: their speed, and that they never hang.
+
+    Parameters
+    ----------
+    steady_steps:
+        Steps with all rows of every engine busy, whose tokens per second count; 0 leaves that out.
+    mixed_steps:
+        Steps with requests of every kind, idle and full engines, drafts and none; 0 leaves that out.
+    prompt_tokens:
+        Tokens of each prompt; in the mixed part, of the longest.
+    output_tokens:
+        Tokens of each answer, likewise.
+    compare_with_one:
+        Measure one engine alone too, which holds all experts.
+    out:
+        Folder or file for the results.
+    """
+    at_least_one(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    sizes = {"steady": steady_steps, "mixed": mixed_steps}
+    for name, steps in sizes.items():
+        if steps < 0:
+            raise ConfigError(f"--{name}-steps is {steps}; it must be at least 0")
+    config = config_from(values)
+    if config.data_parallel_size < 2:
+        raise ConfigError(f"data_parallel_size is {config.data_parallel_size}; this takes several engines, -dp 2")
+    from draftloop.bench.engines import Load, run_engines
+
+    loads = [
+        Load(name=name, num_steps=steps, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        for name, steps in sizes.items()
+        if steps
+    ]
+    run_engines(config, loads, with_one=compare_with_one, out=out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 
 from draftloop.engine.adapters import Adapters
 from draftloop.engine.check_request import RequestChecker
@@ -149,6 +150,11 @@ class EngineCore:
     def text(self, request_id: str) -> str:
         """What a running request has said so far; it never ends in half a character."""
         return self._texts[request_id].text
+
+    @property
+    def request_ids(self) -> Collection[str]:
+        """Of all requests that have not ended."""
+        return self._sequences.keys()
 
     @property
     def idle(self) -> bool:

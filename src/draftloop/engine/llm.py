@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from draftloop.config.engine import EngineConfig
 from draftloop.distributed.launcher import Ranks
+from draftloop.distributed.replica import ALONE, Replica
 from draftloop.engine.startup import Engine, start
 from draftloop.engine.stats import PartStats, speculation_stats
 from draftloop.errors import RequestError
@@ -41,10 +42,15 @@ class LLM:
         """By the engine's request id: the output that it is an answer of, and what runs for all of its answers."""
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, ranks: Ranks | None = None) -> LLM:
-        """The same from a ready configuration; `ranks`: see `startup.start`."""
+    def from_config(cls, config: EngineConfig, *, ranks: Ranks | None = None, replica: Replica = ALONE) -> LLM:
+        """The same from a ready configuration; `ranks` and `replica`: see `startup.start`."""
         llm = cls.__new__(cls)
-        llm.config, llm._engine, llm._ids, llm._open = config, start(config, ranks=ranks), itertools.count(), {}
+        llm.config, llm._engine, llm._ids, llm._open = (
+            config,
+            start(config, ranks=ranks, replica=replica),
+            itertools.count(),
+            {},
+        )
         return llm
 
     # ---- answers ----------------------------------------------------------------------------

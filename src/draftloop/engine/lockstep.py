@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+
 from draftloop.distributed.group import Group
 from draftloop.errors import RankError
 from draftloop.scheduler.step_shape import StepShape
@@ -25,6 +28,8 @@ class Lockstep:
         self.at_rest = True
         """All ranks are idle, and step again only after another call."""
         self.num_steps = 0
+        self.spent: deque[float] = deque(maxlen=10_000)
+        """Seconds that the last agreements took, waiting for later ranks included."""
 
     def hear(self, call: int) -> None:
         """Take a call, which ends the rest."""
@@ -35,6 +40,7 @@ class Lockstep:
 
         Raises RankError if another rank has ended, or does not come to this step in time.
         """
+        begin = time.perf_counter()
         mine = [*shape.to_ints(), not is_idle, self.last_call, -self.last_call]
         try:
             *sizes, is_busy, latest, earliest = self.group.max(mine)
@@ -44,6 +50,7 @@ class Lockstep:
                 f"rank {self.group.rank} of {self.group.size} waited in vain for the others before step "
                 f"{self.num_steps}: one has ended, or is stuck ({reason})"
             ) from error
+        self.spent.append(time.perf_counter() - begin)
         self.at_rest = not is_busy and latest == -earliest
         self.num_steps += 1
         return StepShape.from_ints(sizes)
