@@ -91,7 +91,7 @@ def _on_gpus(group: Group) -> list[torch.Tensor]:
 
             body(in_place)
             expected = out.clone()
-            program = CudaRecorder(device).record(body, piecewise=False)
+            program = CudaRecorder(device, fast).record(body, piecewise=False)
             for _ in range(20):
                 program.replay()
             assert torch.equal(out, expected), (dtype, shape)

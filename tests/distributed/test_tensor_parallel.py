@@ -253,7 +253,7 @@ def test_a_killed_rank_is_noticed_with_the_cause():
     with pytest.raises(RankError, match="rank 1 has ended: killed by signal 9"):
         _ = [llm.generate([[1, 2, 3]], greedy(4)) for _ in range(10_000)]
     assert time.monotonic() < begin + 10
-    followers.close()
+    llm.close()
 
 
 def test_a_process_that_notices_nothing_ends_too(tmp_path):

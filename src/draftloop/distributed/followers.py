@@ -80,11 +80,12 @@ class Followers:
 
     def release(self) -> None:
         """The engine is closed."""
-        if self._is_closed or self._failure is not None:
+        if self._is_closed:
             return
         self._orders.clear()
-        self.send([])
-        if not self._keep:
+        if self.failure() is None:
+            self.send([])
+        if self.failure() is not None or not self._keep:
             self.close()
 
     def close(self) -> None:

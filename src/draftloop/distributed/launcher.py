@@ -153,13 +153,14 @@ def _start(num_ranks: int, *, keep: bool) -> Meeting:
     folder = tempfile.mkdtemp(prefix="draftloop-")  # readable by this user only
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     secret = secrets.token_bytes(32)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     processes: list[subprocess.Popen] = []
     try:
         with Listener(f"{folder}/leader", authkey=secret) as listener:
             for rank in range(1, num_ranks):
-                call = pickle.dumps((rank, num_ranks, folder, secret, sys.path))
+                call = pickle.dumps((rank, num_ranks, folder, secret))
                 command = [sys.executable, "-m", MODULE]
-                process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
                 processes.append(process)
                 assert process.stdin is not None
                 process.stdin.write(call)  # stays open: its end is the end of this process
@@ -178,8 +179,7 @@ def join_from_stdin() -> Meeting:
     """As a rank that rank 0 has started."""
     from torch.distributed import FileStore
 
-    rank, size, folder, secret, path = pickle.load(sys.stdin.buffer)
-    sys.path[:] = path
+    rank, size, folder, secret = pickle.load(sys.stdin.buffer)
     end_with(lambda: sys.stdin.buffer.read(1))
     connection = Client(f"{folder}/leader", authkey=secret)
     connection.send_bytes(pickle.dumps(rank))

@@ -90,10 +90,12 @@ class Engine:
 
     def close(self) -> None:
         """End what is in flight, finish what a drafter writes, and let other ranks go."""
-        self.core.close()
-        if self.drafter is not None:
-            self.drafter.close()
-        self.core.worker.close()
+        try:
+            self.core.close()
+            if self.drafter is not None:
+                self.drafter.close()
+        finally:
+            self.core.worker.close()
 
 
 def start(
