@@ -217,6 +217,19 @@ def test_a_model_of_fused_modules_has_adapters_too(tmp_path: Path) -> None:
     llm.close()
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_a_quantised_model_has_adapters_too(device: str, quantization: str, tmp_path: Path) -> None:
+    target = tiny_model("wide", hidden=256)
+    zeros = {name: t * (".lora_A." in name) for name, t in random_pairs(target).items()}
+    paths = f"zeros={write_adapter(tmp_path / 'zeros', zeros)}", f"some={random_adapter(target, 'wide')}"
+    settings = {"device": device, "dtype": "bfloat16", "quantization": quantization}
+    llm = make_engine(target, enable_lora=True, max_loras=2, lora_modules=paths, **settings)
+    base, same, other = (answers(llm.generate(prompts(3), greedy(), lora_request=n)) for n in (None, "zeros", "some"))
+    assert base == same
+    assert all(one != own for one, own in zip(base, other, strict=True))
+    llm.close()
+
+
 def test_an_engine_without_adapters_has_none_of_it() -> None:
     llm = engine(cudagraph_capture_sizes=(2, 8))
     assert llm.engine.core.worker.state.adapter_M is None
