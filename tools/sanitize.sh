@@ -26,7 +26,7 @@ check() { # tool, file
   local name
   name="$1-$(basename "$2" .py)"
   timeout "$limit" compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 5 \
-    "$python" -m pytest "$2" -m gpu -k "$small" -q -p no:cacheprovider -p no:xdist >"$out/$name.log" 2>&1
+    "$python" -m pytest "$2" -m gpu -k "$small" -p no:cacheprovider -p no:xdist >"$out/$name.log" 2>&1
   echo "$? $name: $(grep -E ' (passed|failed)' "$out/$name.log" | tail -n 1); $(grep 'ERROR SUMMARY\|RACECHECK SUMMARY' "$out/$name.log" | tail -n 1)" \
     >"$out/$name.txt"
 }
