@@ -6,7 +6,8 @@
 #   blocks  block drafters, and a tree of 16 drafts (about 90 s)
 #   quant   weights of 8 and 4 bits: decoding, and a sweep over the tiles of their kernels (about 3 minutes)
 #   sampling  every second request with every parameter, against greedy in the same run (about 1 minute)
-#   tp      two GPUs that share a model: its tests, and the rows of the 8B and a 70B shape (about 6 minutes on two H200s)
+#   tp      two GPUs that share a model: the 8B and a 70B shape, with what the GPUs exchange (about 5 minutes)
+#   tp_tests  the GPU tests of several GPUs (about 5 minutes)
 #   dp      two engines on two GPUs that share their experts: their tests, speed, and 2,000 mixed steps (about 10 minutes)
 #   all     bench, start, blocks, quant, sampling, tests
 # Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
@@ -81,30 +82,15 @@ sampling() { # drafts are drawn, and accepted by chance: what an iteration takes
 tp() { # needs two GPUs; not part of all
   local eagle3_70b
   eagle3_70b="$(drafter eagle3 eagle3-llama-3.1-70b 5 3.5)"
-  "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/distributed 2>&1 |
-    tee "$out/gpu-tests-tp.txt" || failed=1
   latency eagle3-8b-tp2 llama-3.1-8b $(rows 32 1,32) -sc "$eagle3" -tp 2
+  latency eagle3-70b-tp2 llama-3.1-70b $(rows 32 1,32) -sc "$eagle3_70b" -tp 2 --repeats 2
   latency none-8b-tp2 llama-3.1-8b $(rows 32 1,32) -tp 2
   latency eagle3-8b-tp2-draft1 llama-3.1-8b $(rows 32 1,32) -sc "${eagle3%\}},\"draft_tensor_parallel_size\":1}" -tp 2
-  latency eagle3-70b-tp2 llama-3.1-70b $(rows 32 1,32) -sc "$eagle3_70b" -tp 2 --repeats 2
 }
 
-engines() { # name, then the arguments of `draftloop bench engines`
-  local name="$1" begin="$SECONDS"
-  shift
-  echo "== $name"
-  timeout 900 "$python" -m draftloop bench engines "$@" --load-format dummy --max-model-len 2048 -dp 2 \
-    --out "$out/$name.json" 2>"$out/$name.log" || { failed=1; tail -n 20 "$out/$name.log"; }
-  echo "== $name took $((SECONDS - begin)) s"
-}
-
-dp() { # needs two GPUs; not part of all
-  "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/distributed/test_lockstep.py 2>&1 |
-    tee "$out/gpu-tests-dp.txt" || failed=1
-  local sizes=(--max-num-seqs 32 --cudagraph-capture-sizes 1,8,32 --prompt-tokens 512 --output-tokens 128)
-  local moe=(qwen3-30b-a3b "${sizes[@]}" -sc "$(drafter eagle3 eagle3-qwen3-30b-a3b 5 3.5)")
-  engines ep2-qwen3-30b-a3b "${moe[@]}" --enable-expert-parallel --steady-steps 300 --mixed-steps 2000
-  engines dp2-qwen3-30b-a3b "${moe[@]}" --steady-steps 300 --mixed-steps 0 --no-compare-with-one
+tp_tests() { # the same
+  "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/distributed 2>&1 |
+    tee "$out/gpu-tests-tp.txt" || failed=1
 }
 
 tests() {
@@ -116,7 +102,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | sampling | tp | dp) "$part" ;;
+  tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp) "$part" ;;
   all)
     bench
     start
@@ -126,7 +112,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, dp, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, all" >&2
     exit 2
     ;;
 esac
