@@ -93,6 +93,15 @@ tp_tests() { # the same
     tee "$out/gpu-tests-tp.txt" || failed=1
 }
 
+dp() { # needs two GPUs; not part of all
+  "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/distributed/test_lockstep.py 2>&1 |
+    tee "$out/gpu-tests-dp.txt" || failed=1
+  local sizes=(--max-num-seqs 32 --cudagraph-capture-sizes 1,8,32 --prompt-tokens 512 --output-tokens 128)
+  local moe=(qwen3-30b-a3b "${sizes[@]}" -sc "$(drafter eagle3 eagle3-qwen3-30b-a3b 5 3.5)")
+  engines ep2-qwen3-30b-a3b "${moe[@]}" --enable-expert-parallel --steady-steps 300 --mixed-steps 2000
+  engines dp2-qwen3-30b-a3b "${moe[@]}" --steady-steps 300 --mixed-steps 0 --no-compare-with-one
+}
+
 tests() {
   local whole=(tests/train tests/unit/test_bench_latency.py) # these take all of the GPU's memory
   local options=(-m gpu -v --tb=short -rs -p no:cacheprovider -p no:benchmark)
