@@ -25,7 +25,7 @@ record() { # one process on every GPU; two H200 make 11.7 M tokens in this time
   wait
 }
 
-eagle3() { train eagle3 eagle3 --draft-vocab-size 8192 --no-store-lm-head --steps 2092; }
+eagle3() { train eagle3 eagle3 --draft-vocab-size 8192 --no-store-lm-head --acceptance-loss 1 --steps 2393; }
 draft() {
   train draft draft_model --hidden-size 128 --intermediate-size 512 --num-layers 4 --learning-rate 2e-3 \
     --store-bits 8 --steps 2799

@@ -69,12 +69,11 @@ def _engine_settings(options: TrainOptions) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if cuda:
-        # prompts are a small part of the work, and their graphs a large one of the start
+        # every step has prompts, since some answers end in each: eager, they would take longer than the decoding
         settings |= {
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "max_prefill_rows": min(64, rows),
-            "max_num_batched_tokens": 8192,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "max_num_batched_tokens": 2048 + rows,
         }
     return settings
 
