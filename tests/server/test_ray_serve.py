@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from servers import events, running
 
 from draftloop.errors import ConfigError
@@ -24,6 +25,7 @@ ENGINE = ["--max-model-len", "512", "--max-num-seqs", str(ROWS), "--kv-cache-mem
 LIMITS = [*ENGINE, "--device", "cpu", "--dtype", "float32", "--enforce-eager", "--spec-tokens", "0"]
 REPLICAS = ["--ray", "--min-replicas", "2", "--cpus-per-replica", "0.25"]
 COMPLETIONS = "/v1/completions"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +152,7 @@ def test_replicas_that_the_machine_has_no_room_for_are_refused(found, message):
 
 
 def test_a_configuration_file_of_rays_names_the_same_settings():
-    settings = {"model": MODEL, "device": "cpu", "max_num_seqs": 3, "max_replicas": 5, "routing": "prefix"}
+    settings = yaml.safe_load(EXAMPLE.read_text())["applications"][0]["args"]
     code = f"""
 from draftloop.server.ray_serve import build
 deployment = build({settings | {"served_model_name": ["a", "b"]}!r})._bound_deployment
@@ -163,8 +165,8 @@ except Exception as error: print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        "3 ('a', 'b') 6",
-        "5",
+        "8 ('a', 'b') 16",
+        "8",
         "draftloop.server.ray_router:PrefixRouter",
         "unknown engine setting 'modell'; did you mean 'model'?",
     ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+from pathlib import Path
 
 import openai
 import pytest
@@ -73,6 +75,12 @@ def test_openai_client_over_the_shipped_model_and_head(server, client):
     tokens = answer.choices[0].logprobs.content
     assert "".join(token.token for token in tokens) == answer.choices[0].message.content + "<|im_end|>"
     assert all(token.logprob == max(top.logprob for top in token.top_logprobs) for token in tokens), "greedy"
+
+
+def test_the_example_streams_an_answer(server, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    importlib.import_module("serve_and_query").ask(server.url)
+    assert "Paris" in capsys.readouterr().out
 
 
 def test_tools_and_json_of_the_shipped_model(client):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import statistics
+import threading
+import time
 
 import pytest
 
+from draftloop.bench import replicas
 from draftloop.bench.simulation import (
     ROUTES,
     Costs,
@@ -66,9 +70,9 @@ def test_one_row_waits_as_m_m_1_says():
 def test_full_rows_give_what_iterations_allow_and_replicas_multiply_it():
     costs = Costs(iteration_s=((1, 0.01), (8, 0.02)), prompt_token_s=0.0, acceptance_length=2.5, num_drafts=3)
     speeds = []
-    for replicas in (1, 2, 4):
-        jobs = [Job(arrival_s=0.0, prompt_tokens=1, output_tokens=400)] * (64 * replicas)
-        served = run(jobs, costs, replicas=replicas, rows=8, route=least_loaded, concurrency=8 * replicas)
+    for number in (1, 2, 4):
+        jobs = [Job(arrival_s=0.0, prompt_tokens=1, output_tokens=400)] * (64 * number)
+        served = run(jobs, costs, replicas=number, rows=8, route=least_loaded, concurrency=8 * number)
         speeds.append(len(jobs) * 400 / max(one.finished for one in served))
     expected = 8 * 2.5 / 0.02
     assert speeds[0] == pytest.approx(expected, rel=0.1)
@@ -159,3 +163,60 @@ def test_a_file_without_iterations_is_refused(tmp_path, capsys):
 
 def test_the_command_names_the_routes_that_there_are():
     assert tuple(ROUTES) == bench_replicas.ROUTES
+
+
+class Fake:
+    """An engine in a thread: prompts take no time, and steps 20 ms, whatever runs."""
+
+    seconds = 0.02
+
+    def __init__(self, config, share):
+        self.connection, theirs = multiprocessing.Pipe()
+        self._thread = threading.Thread(target=self._run, args=(theirs,), daemon=True)
+        self._thread.start()
+
+    def send(self, message):
+        self.connection.send(message)
+
+    def receive(self):
+        return self.connection.recv()
+
+    def close(self):
+        self.send(("close",))
+        self._thread.join()
+
+    def _run(self, connection):
+        connection.send({"model": "fake", "method": "none", "k": 0})
+        open_ = {}
+        while True:
+            while connection.poll(0 if open_ else None):
+                match connection.recv():
+                    case ("measure", counts, _, _):
+                        table = [(count, self.seconds) for count in counts]
+                        costs = {"iteration_s": table, "prompt_token_s": 0.0}
+                        connection.send({**costs, "acceptance_length": 1.0, "num_drafts": 0})
+                    case ("add", number, _, _, output_tokens):
+                        open_[number] = (time.perf_counter(), output_tokens - 1)
+                    case ("close",):
+                        return
+            time.sleep(0.02)
+            for number, (arrived, left) in list(open_.items()):
+                open_[number] = (arrived, left - 1)
+                if left == 1:
+                    del open_[number]
+                    connection.send((number, arrived, arrived, time.perf_counter()))
+
+
+def test_real_replicas_are_held_against_their_simulation(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(replicas, "_Engine", Fake)
+    out = tmp_path / "replicas.json"
+    command = ["bench", "replicas", "--num-requests", "12", "--concurrency", "6", "--output-tokens", "5"]
+    main([*command, "--tolerance", "0.3", "--out", str(out)])
+    found = {row["metric"]: row for row in json.loads(out.read_text())["rows"]}
+    assert found["replicas_tokens_per_s"]["value"] == pytest.approx(12 * 5 / (2 * 4 * 0.02), rel=0.3)
+    assert abs(found["simulation_error"]["value"]) < 0.3
+    assert {row["batch"] for row in [found["replica_iteration_ms"]]} == {4}
+    monkeypatch.setattr(Fake, "seconds", 0.2)
+    with pytest.raises(SystemExit):
+        main([*command, "--out", str(out)])
+    assert "the simulation's throughput is -" in capsys.readouterr().err
