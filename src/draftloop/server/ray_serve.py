@@ -77,7 +77,7 @@ def make_application(
     config: EngineConfig, options: ServerOptions, replicas: ReplicaOptions, *, log_level: str = "INFO"
 ) -> serve.Application:
     """What Ray deploys, and under which rules."""
-    rows = config.max_num_seqs
+    rows = config.max_num_seqs * config.data_parallel_size
     deploy = serve.deployment(
         name=DEPLOYMENT,
         ray_actor_options={"num_cpus": replicas.cpus_per_replica, "num_gpus": gpus_per_replica(config, replicas)},
@@ -125,7 +125,7 @@ def gpus_per_replica(config: EngineConfig, replicas: ReplicaOptions) -> int:
     if replicas.gpus_per_replica is not None:
         return replicas.gpus_per_replica
     on_cpu = config.device == "cpu" or (config.device == "auto" and not ray.cluster_resources().get("GPU"))
-    return 0 if on_cpu else config.tensor_parallel_size
+    return 0 if on_cpu else config.tensor_parallel_size * config.data_parallel_size
 
 
 def serve_replicas(

@@ -34,7 +34,7 @@ class ReplicaOptions:
     cpus_per_replica: float = 1.0
     """Processors that Ray sets aside for a replica."""
     gpus_per_replica: int | None = None
-    """GPUs of a replica; left out, those of --tensor-parallel-size, and none with --device cpu."""
+    """GPUs of a replica; left out, as many as its engines and their ranks need, and none with --device cpu."""
     max_surge_percent: int = 0
     """Replicas that an update may add while it runs, in percent. With 0 an old one ends before its successor starts,
     which needs no spare GPU, but leaves a gap where there is one replica only."""
