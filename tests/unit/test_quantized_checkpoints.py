@@ -407,14 +407,31 @@ def test_asking_for_another_quantisation_is_refused(tmp_path: Path, asked: str, 
         load(folder, quantization=asked)
 
 
-def test_layers_that_stay_plain_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Gemma 4's: online it is refused, and a checkpoint runs as floats and says so."""
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_layers_of_gemma_4_are_quantised(quantization: str, keeps_quantised: None) -> None:
+    """Those of attention and MLP; what a layer is told of each token by itself stays plain."""
     source = resolve_model(gemma4_target())
-    config = load_config(source, quantization="fp8")
+    config = load_config(source, quantization=quantization)
     backend = SdpaBackend(attention_shapes(config, page_size=16, dtype=torch.float32)[0], CPU)
-    with pytest.raises(ConfigError, match=r"quantization is 'fp8', but layers of Gemma4.* stay plain"):
-        load_model(source, config, backend, device=CPU, dtype=torch.float32)
-    config = replace(config, quantisation=read_quantisation({"quant_method": "fp8"}))
+    kept = load_model(source, replace(config, quantisation=None), backend, device=CPU, dtype=torch.float32)
+    floats = dict(named_weights(kept))
+    model = load_model(source, config, backend, device=CPU, dtype=torch.float32)
+    quantised = {name: w for name, w in named_weights(model) if isinstance(w, QuantisedWeight)}
+    kinds = {name.rpartition(".")[2] for name in quantised}
+    assert kinds == {"qkv_weight", "o_weight", "gate_up_weight", "down_weight"}
+    assert len(quantised) == 4 * config.num_layers
+    for name, weight in quantised.items():
+        error = (weight.dequantise(torch.float32) - floats[name]).norm() / floats[name].norm()
+        assert error < (0.04 if quantization == "fp8" else 0.15), name
+
+
+def test_a_checkpoint_whose_layers_are_all_left_out_runs_as_floats_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = resolve_model(gemma4_target())
+    settings = {"quant_method": "fp8", "modules_to_not_convert": ["re:.*"]}
+    config = replace(load_config(source), quantisation=read_quantisation(settings))
+    backend = SdpaBackend(attention_shapes(config, page_size=16, dtype=torch.float32)[0], CPU)
     with caplog.at_level(logging.WARNING):
         load_model(source, config, backend, device=CPU, dtype=torch.float32)
     assert "run as plain ones, though the checkpoint is quantised" in caplog.text

@@ -19,6 +19,7 @@ from draftloop.kernels.rms_norm import rms_norm
 from draftloop.models.config import LayerType
 from draftloop.models.gemma4 import Gemma4Layer, make_kinds
 from draftloop.models.layers import parameter
+from draftloop.models.weights import Plain, plain
 
 
 class Gemma4Assistant(torch.nn.Module):
@@ -94,9 +95,9 @@ class Gemma4Assistant(torch.nn.Module):
             weight_bytes=num_weights * self.embed_tokens.dtype.itemsize, cache_bytes=cache_bytes, flops=2 * num_weights
         )
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Plain]:
         """Plain tensor name -> the weight, or part of a fused one, that it fills; the ids' order is not among them."""
-        found: dict[str, Tensor] = {
+        found: dict[str, Plain] = {
             "embed_tokens.weight": self.embed_tokens,
             "norm.weight": self.final_norm,
             "pre_projection.weight": self.pre_projection,
@@ -105,5 +106,5 @@ class Gemma4Assistant(torch.nn.Module):
         if self.centroids_NC is not None:
             found["masked_embedding.centroids.weight"] = self.centroids_NC
         for index, layer in enumerate(self.gemma_layers):
-            found |= layer.destinations(f"layers.{index}")
+            found |= plain(layer.destinations(f"layers.{index}"))
         return found

@@ -28,7 +28,7 @@ from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attenti
 from draftloop.models.gemma4_config import Gemma4Config
 from draftloop.models.layers import parameter
 from draftloop.models.rope import cos_sin_table, rotate
-from draftloop.models.weights import Destination
+from draftloop.models.weights import Destination, Memory, linear_weight, split_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +76,17 @@ class Gemma4Attention(torch.nn.Module):
         self.eps, self.has_kv = config.rms_norm_eps, layer < config.num_own_layers
         self.has_values = self.has_kv and not (config.shared_projection and kind == "full_attention")
         self.query_size, self.kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        rows = self.query_size + self.kv_size * (self.has_kv + self.has_values)
-        self.qkv_weight = make(rows, config.hidden_size)
-        self.qkv_bias = make(rows) if config.qkv_bias else None
-        self.o_weight = make(config.hidden_size, self.query_size)
+        names = "qkv"[: 1 + self.has_kv + self.has_values]
+        self.qkv_parts: dict[str, int] = dict(zip(names, (self.query_size, self.kv_size, self.kv_size), strict=False))
+
+        def weight(parts: dict[str, int], size: int) -> Memory:
+            module = f"{config.tensor_prefix}layers.{layer}.self_attn"
+            full = {f"{module}.{name}_proj": rows for name, rows in parts.items()}
+            return linear_weight(full, size, config.quantisation, device=device, dtype=dtype)
+
+        self.qkv_weight = weight(self.qkv_parts, config.hidden_size)
+        self.qkv_bias = make(sum(self.qkv_parts.values())) if config.qkv_bias else None
+        self.o_weight = weight({"o": config.hidden_size}, self.query_size)
         self.o_bias = make(config.hidden_size) if config.o_bias else None
         self.q_norm = make(self.head_dim)
         self.k_norm = make(self.head_dim) if self.has_kv else None
@@ -116,19 +123,18 @@ class Gemma4Attention(torch.nn.Module):
         normed = rms_norm(values, self.unit_D, self.eps).view(-1, self.kv_size)
         return torch.cat((qkv_TE[:, : self.query_size + self.kv_size], normed), 1)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
+    def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the part of a fused weight that it fills."""
-        names = "qkv"[: 1 + self.has_kv + self.has_values]
-        sizes = (self.query_size, *[self.kv_size] * (len(names) - 1))
-        found: dict[str, Tensor] = {f"{prefix}.o_proj.weight": self.o_weight, f"{prefix}.q_norm.weight": self.q_norm}
+        (o_weight,) = split_rows(self.o_weight, (self.o_weight.shape[0],))
+        found: dict[str, Destination] = {f"{prefix}.o_proj.weight": o_weight, f"{prefix}.q_norm.weight": self.q_norm}
         if self.o_bias is not None:
             found[f"{prefix}.o_proj.bias"] = self.o_bias
         if self.k_norm is not None:
             found[f"{prefix}.k_norm.weight"] = self.k_norm
         for what, fused in (("weight", self.qkv_weight), ("bias", self.qkv_bias)):
             if fused is not None:
-                parts = fused.data.split(sizes)
-                found |= {f"{prefix}.{name}_proj.{what}": part for name, part in zip(names, parts, strict=True)}
+                parts = split_rows(fused, tuple(self.qkv_parts.values()))
+                found |= {f"{prefix}.{name}_proj.{what}": p for name, p in zip(self.qkv_parts, parts, strict=True)}
         return found
 
 
@@ -144,7 +150,17 @@ class Gemma4Layer(torch.nn.Module):
         hidden, inner, own = config.hidden_size, config.inner_size(layer), config.layer_embedding_size
         self.eps = config.rms_norm_eps
         self.attention = Gemma4Attention(config, layer, device=device, dtype=dtype)
-        self.gate_up_weight, self.down_weight = make(2 * inner, hidden), make(hidden, inner)
+
+        def weight(parts: dict[str, int], size: int) -> Memory:
+            module = f"{config.tensor_prefix}layers.{layer}.mlp"
+            full = {f"{module}.{name}_proj": rows for name, rows in parts.items()}
+            return linear_weight(full, size, config.quantisation, device=device, dtype=dtype)
+
+        self.inner_size = inner
+        self.gate_up_weight, self.down_weight = (
+            weight({"gate": inner, "up": inner}, hidden),
+            weight({"down": hidden}, inner),
+        )
         self.input_norm, self.post_attention_norm = make(hidden), make(hidden)
         self.pre_mlp_norm, self.post_mlp_norm = make(hidden), make(hidden)
         self.scalar = make(1)
@@ -175,9 +191,10 @@ class Gemma4Layer(torch.nn.Module):
             hidden_TC = hidden_TC + rms_norm(linear(own_TJ, self.own_projection_weight), self.own_norm, self.eps)
         return hidden_TC * self.scalar
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
+    def destinations(self, prefix: str) -> dict[str, Destination]:
         """Checkpoint tensor name -> the weight, or part of a fused one, that it fills."""
-        gate, up = self.gate_up_weight.data.chunk(2)
+        gate, up = split_rows(self.gate_up_weight, (self.inner_size, self.inner_size))
+        (down,) = split_rows(self.down_weight, (self.down_weight.shape[0],))
         own = {
             "per_layer_input_gate.weight": self.own_gate_weight,
             "per_layer_projection.weight": self.own_projection_weight,
@@ -191,7 +208,7 @@ class Gemma4Layer(torch.nn.Module):
             f"{prefix}.layer_scalar": self.scalar,
             f"{prefix}.mlp.gate_proj.weight": gate,
             f"{prefix}.mlp.up_proj.weight": up,
-            f"{prefix}.mlp.down_proj.weight": self.down_weight,
+            f"{prefix}.mlp.down_proj.weight": down,
             **self.attention.destinations(f"{prefix}.self_attn"),
             **{f"{prefix}.{name}": weight for name, weight in own.items() if weight is not None},
         }
