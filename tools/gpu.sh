@@ -93,6 +93,15 @@ tp_tests() { # the same
     tee "$out/gpu-tests-tp.txt" || failed=1
 }
 
+engines() { # name, then the arguments of `draftloop bench engines`
+  local name="$1" begin="$SECONDS"
+  shift
+  echo "== $name"
+  timeout 900 "$python" -m draftloop bench engines "$@" --load-format dummy --max-model-len 2048 -dp 2 \
+    --out "$out/$name.json" 2>"$out/$name.log" || { failed=1; tail -n 20 "$out/$name.log"; }
+  echo "== $name took $((SECONDS - begin)) s"
+}
+
 dp() { # needs two GPUs; not part of all
   "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/distributed/test_lockstep.py 2>&1 |
     tee "$out/gpu-tests-dp.txt" || failed=1
