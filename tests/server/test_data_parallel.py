@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,7 +17,8 @@ from servers import EAGER, running
 from draftloop.config import EngineConfig
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
-from draftloop.server.messages import AdapterCounters, Counters, total
+from draftloop.server import client as client_module
+from draftloop.server.messages import AdapterCounters, Counters, Failed, total
 from helpers import tiny_model
 
 LONG = {"prompt": "x", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
@@ -108,6 +110,27 @@ def test_what_one_engine_cannot_do_is_refused():
         EngineConfig(data_parallel_size=2, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="data_parallel_size is 0; it must be an integer >= 1"):
         EngineConfig(data_parallel_size=0)
+
+
+@pytest.mark.parametrize("has_last_word", [True, False])
+def test_the_cause_is_the_engine_that_ended_first_not_the_one_that_lost_it(has_last_word: bool, monkeypatch):
+    monkeypatch.setattr(client_module, "CAUSE_S", 0.05)
+
+    async def lose() -> str:
+        client = client_module.EngineClient(EngineConfig(data_parallel_size=2), max_waiting=1, silence_s=1)
+        client.state = "ready"
+        first, second = client.ranks
+        client._take(first, Failed(message="connection closed by peer", by_another=True))
+        assert client.state == "ready", "what it lost may still say why"
+        if has_last_word:
+            client._take(second, Failed(message="no memory"))
+        else:
+            await asyncio.sleep(0.1)
+        assert client.state == "dead"
+        return client.reason
+
+    cause = "no memory" if has_last_word else "connection closed by peer"
+    assert asyncio.run(lose()) == f"the engine has failed: {cause}"
 
 
 def test_counters_of_engines_are_summed_place_by_place():

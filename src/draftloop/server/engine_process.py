@@ -74,7 +74,9 @@ def run(config: EngineConfig, address: str, log_level: str, replica: Replica = A
         socket.send(encode(Failed(message=str(error))))
     except Exception as error:
         logger.exception("the engine has failed")
-        socket.send(encode(Failed(message=f"{type(error).__name__}: {error}")))
+        # the end of an engine that steps together with this one shows as any error of what they exchange
+        may_be_another = replica.store is not None
+        socket.send(encode(Failed(message=f"{type(error).__name__}: {error}", by_another=may_be_another)))
     finally:
         socket.close(linger=1000)
         context.term()

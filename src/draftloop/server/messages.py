@@ -84,7 +84,7 @@ class Failed(msgspec.Struct, tag=True, kw_only=True):
 
     message: str
     by_another: bool = False
-    """It was another engine's end, or silence, that it does not survive."""
+    """It is, or may be, another engine's end, or silence, that it does not survive."""
 
 
 class Accepted(msgspec.Struct, tag=True, kw_only=True):
