@@ -6,6 +6,7 @@ drafter comes in as `Facts`, and each choice it makes comes out with its reason,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -266,6 +267,11 @@ def dense_ladder(most: int) -> tuple[int, ...]:
     """1 .. 32, then every 8th, and `most` itself."""
     dense = range(1, min(most, _EVERY_ROW_COUNT_UP_TO) + 1)
     return tuple(sorted({*dense, *range(_EVERY_ROW_COUNT_UP_TO, most + 1, _ROW_STEP), most}))
+
+
+def sparse_ladder(rows: Sequence[int]) -> tuple[int, ...]:
+    """Of these sizes the powers of two, every 32nd, and the largest."""
+    return tuple(size for size in rows if size & (size - 1) == 0 or size % 32 == 0 or size == max(rows))
 
 
 def doubling_ladder(first: int, most: int) -> tuple[int, ...]:

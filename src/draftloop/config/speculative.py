@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftloop.config.draft_schedule import check_schedule, draft_counts
 from draftloop.config.draft_tree import Choice, DraftTree, parse_choices
 from draftloop.config.fields import build, check, check_fields
 from draftloop.errors import ConfigError
@@ -33,6 +34,15 @@ class SpeculativeConfig:
     many, where they divide it."""
     num_speculative_tokens: int | None = None
     """Tokens drafted per step, 0 to 32; 0 turns speculation off. With a tree it may be left out."""
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, ...], ...] | None = None
+    """Drafts per step by the number of rows that decode: [[1, 8, 5], [9, 32, 2], [33, 256, 0]] drafts five tokens up to
+    8 rows, two up to 32, none up to 256, and num_speculative_tokens at all other numbers."""
+    adaptive: bool | None = None
+    """Drafts per step, from num_speculative_tokens down to none, as make the most tokens per second: by the times
+    of the captured graphs, which are measured at start, and by what is accepted."""
+    adaptive_num_tokens: tuple[int, ...] | None = None
+    """adaptive: the numbers of drafts to choose from, each with graphs of its own; left out, 0, 1, 2, 3, 5, 8, .. up
+    to num_speculative_tokens, which is always among them."""
     speculative_token_tree: tuple[Choice, ...] | None = None
     """eagle, eagle3: drafts form this tree instead of a chain, up to 63 of them. Each is named by the ranks on its way
     from the root: "[(0,), (1,), (0, 0)]" drafts the two likeliest tokens, and the likeliest one behind the first."""
@@ -111,11 +121,11 @@ class SpeculativeConfig:
         return build(cls, "speculative_config key", values)
 
     def __post_init__(self) -> None:
-        for name in ("synthetic_acceptance_rates", "layer_ids", "drafters"):
+        per_batch = "num_speculative_tokens_per_batch_size"
+        for name in ("synthetic_acceptance_rates", "layer_ids", "drafters", "adaptive_num_tokens", per_batch):
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, str):
-                parts = (type(self).from_mapping(part) if isinstance(part, Mapping) else part for part in value)
-                object.__setattr__(self, name, tuple(parts))
+                object.__setattr__(self, name, tuple(map(_part, value)))
         if isinstance(self.output_dir, os.PathLike):
             object.__setattr__(self, "output_dir", os.fspath(self.output_dir))
         if self.speculative_token_tree is not None:
@@ -140,6 +150,7 @@ class SpeculativeConfig:
             self._need(low <= high, "prompt_lookup_min", f"at most prompt_lookup_max, {high}")
         level = self.confidence_threshold
         self._need(level is None or 0 <= level <= 1, "confidence_threshold", "in [0, 1]")
+        check_schedule(self)
         self._check_suffix()
         self._check_typical()
         self._check_synthetic()
@@ -153,6 +164,10 @@ class SpeculativeConfig:
     def tree(self) -> DraftTree | None:
         """None: drafts form a chain."""
         return None if self.speculative_token_tree is None else DraftTree.of_choices(self.speculative_token_tree)
+
+    def draft_counts(self, most: int) -> tuple[int, ...]:
+        """The numbers of drafts that a step may verify, falling from `most`; it alone where that is fixed."""
+        return draft_counts(self, most)
 
     def _check_tree(self, tree: DraftTree) -> None:
         num, most = self.num_speculative_tokens, tree.num_drafts
@@ -208,3 +223,10 @@ class SpeculativeConfig:
 
     def _need(self, ok: bool, name: str, limit: str) -> None:
         check(ok, self, name, limit, _PREFIX)
+
+
+def _part(value: Any) -> Any:
+    """One entry of a list, in the type that its field has."""
+    if isinstance(value, Mapping):
+        return SpeculativeConfig.from_mapping(value)
+    return tuple(value) if isinstance(value, list) else value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,8 +53,13 @@ ACCEPTANCE_KEYS = frozenset(
 )
 """Keys of the speculative configuration that say how drafts are accepted."""
 
+SCHEDULE_KEYS = frozenset({"adaptive", "adaptive_num_tokens", "num_speculative_tokens_per_batch_size"})
+"""Keys of the speculative configuration by which the number of drafts follows the load."""
+
 COMMON_KEYS = (
-    frozenset({"method", "num_speculative_tokens", "parallel_drafting", "draft_tensor_parallel_size"}) | ACCEPTANCE_KEYS
+    frozenset({"method", "num_speculative_tokens", "parallel_drafting", "draft_tensor_parallel_size"})
+    | ACCEPTANCE_KEYS
+    | SCHEDULE_KEYS
 )
 """Keys of the speculative configuration that every drafter takes."""
 
@@ -151,6 +157,9 @@ class Drafter(ABC):
     """It drafts as well where only the last tokens of a prompt run, since those before them are in its caches from
     an earlier request. Caches are pages, and `prompt` rounds leave nothing elsewhere that depends on more than
     their last token. Where it is False every prompt runs whole."""
+    follows_load: ClassVar[bool] = False
+    """It goes on after steps that verified fewer than K drafts, or none: it declares phases for all of `counts`, and
+    `rounds_after` says which run."""
     forced_acceptance: ClassVar[bool] = False
     """Its drafts mean nothing; acceptance is by coin (benchmarks)."""
 
@@ -169,6 +178,7 @@ class Drafter(ABC):
         """Settle everything that needs no weights. Raises ConfigError for what cannot work."""
         self.spec, self.target = spec, target
         self.num_drafts = self.count_drafts(spec)
+        self.counts = spec.draft_counts(self.num_drafts)
 
     @classmethod
     def count_drafts(cls, spec: SpeculativeConfig) -> int:
@@ -255,6 +265,14 @@ class Drafter(ABC):
     def rounds(self, *, sampled: bool) -> Rounds:
         """When the phases run. `sampled`: some row of the batch has a temperature above 0."""
 
+    def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        """What runs instead of `Rounds.next` after a step that verified so many drafts of each row, one of `counts`.
+
+        It keeps caches fed, and leaves at least so many drafts; after 0 it drafts nothing. By default it is the same
+        as ever, which suits drafters that keep nothing.
+        """
+        return self.rounds(sampled=sampled).next if num_drafts else ()
+
     def draft_on_host(self, rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
         """Drafts of all decoding rows, at most `max_drafts` each (`on_host` drafters).
 
@@ -289,6 +307,16 @@ def draft_group(spec: SpeculativeConfig, target: Target, model: ModelConfig) -> 
 def sampled_name(phase: str, sampled: bool) -> str:
     """A draft phase's name, or that of its variant for batches with a temperature above 0."""
     return f"{phase}.sampled" if sampled else phase
+
+
+def count_name(phase: str, num_drafts: int, most: int) -> str:
+    """A phase's name where it belongs to steps of `num_drafts` drafts, of at most `most`."""
+    return phase if num_drafts == most else f"{phase}.k{num_drafts}"
+
+
+def is_of_fewer(phase: str) -> bool:
+    """It is one of several, and not that of the most drafts; see `count_name`."""
+    return re.search(r"\.k\d+(\.|$)", phase) is not None
 
 
 @functools.cache
@@ -329,6 +357,11 @@ def drafter_class(spec: SpeculativeConfig) -> type[Drafter]:
     for key in (k for k, value in vars(spec).items() if value is not None and k not in known):
         takes = ", ".join(sorted(known))
         raise ConfigError(f"speculative method {method!r} does not use {key!r}; leave it out. It takes: {takes}")
+    if not cls.follows_load and (given := [key for key in sorted(SCHEDULE_KEYS) if getattr(spec, key)]):
+        raise ConfigError(
+            f"speculative method {method!r} drafts the same number of tokens in every step, but {given[0]} is set; "
+            "leave it out"
+        )
     if not cls.drafts and spec.num_speculative_tokens not in (None, 1):
         raise ConfigError(
             f"speculative method {method!r} drafts nothing, but num_speculative_tokens is "

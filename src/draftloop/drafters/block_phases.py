@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from draftloop.attention.base import GraphSupport
-from draftloop.drafters.base import Rounds, sampled_name
+from draftloop.drafters.base import Rounds, count_name, sampled_name
 from draftloop.graphs.phase import ALL_MODES, Cost, GraphMode, Pad, Phase, PhaseFunction, Slot, Unit
 
 
@@ -22,11 +22,10 @@ class Pass(NamedTuple):
 def block_phases(
     *,
     prompt: Pass,
-    context: Pass,
+    contexts: Mapping[int, Pass],
     block: Pass,
-    plain: Pass | None = None,
     padding_row: int,
-    num_verified: int,
+    num_drafts: int,
     num_slots: int,
     aux: Slot,
     support: GraphSupport,
@@ -36,8 +35,8 @@ def block_phases(
     """Declare what is run.
 
     `draft.prompt`   the target's states of prompt chunks
-    `draft.context`  those of the `num_verified` positions of a verified block
-    `draft.plain`    with `plain`: those of the one token of a step without drafts
+    `draft.context`  those of a verified block: of `contexts`, by its number of drafts, at most `num_drafts`
+    `draft.plain`    where that is 0: those of the one token of a step without drafts
     `draft.block`    `num_slots` tokens of each row -> its drafts; with `sampled`, a variant that draws them:
                      its function takes `sampled`
 
@@ -61,16 +60,17 @@ def block_phases(
             reason=support.reason if prompt_attends else "",
             cost=prompt.cost,
         ),
-        Phase(
-            name="draft.context",
-            fn=context.fn,
-            slots={"rows": rows, "num_emitted": counts, "aux_hidden": aux},
-            tokens_per_row=num_verified,
-            cost=context.cost,
+        *(
+            Phase(
+                name=context_name(count, num_drafts),
+                fn=context.fn,
+                slots={"rows": rows, "num_emitted": counts, "aux_hidden": aux},
+                tokens_per_row=count + 1,
+                cost=context.cost,
+            )
+            for count, context in contexts.items()
         ),
     ]
-    if plain is not None:
-        phases.append(replace(phases[-1], name="draft.plain", fn=plain.fn, tokens_per_row=1, cost=plain.cost))
     for drawn in (False, True) if sampled else (False,):
         phases.append(
             Phase(
@@ -96,3 +96,14 @@ def block_rounds(*, sampled: bool, may_pass: bool = False) -> Rounds:
         # rows without drafts are past their limit, or declined them: they never draft again
         plain=("draft.plain", block) if may_pass else (),
     )
+
+
+def context_name(num_drafts: int, most: int) -> str:
+    """The phase that takes the target's states of a block of `num_drafts`, of at most `most`."""
+    return count_name("draft.context", num_drafts, most) if num_drafts else "draft.plain"
+
+
+def block_rounds_after(num_drafts: int, most: int, *, sampled: bool) -> tuple[str, ...]:
+    """`Drafter.rounds_after`: whole blocks are drafted, of which fewer are verified."""
+    block = (sampled_name("draft.block", sampled),) if num_drafts else ()
+    return (context_name(num_drafts, most), *block)

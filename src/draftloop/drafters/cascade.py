@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import ACCEPTANCE_KEYS, Drafter, HostRow, Rounds, Target, drafter_class, sampled_name
+from draftloop.drafters.base import (
+    ACCEPTANCE_KEYS,
+    SCHEDULE_KEYS,
+    Drafter,
+    HostRow,
+    Rounds,
+    Target,
+    drafter_class,
+    sampled_name,
+)
 from draftloop.drafters.host import host_drafts_slot
 from draftloop.drafters.write import write_all
 from draftloop.errors import ConfigError
@@ -47,7 +56,10 @@ def _parts(spec: SpeculativeConfig) -> list[SpeculativeConfig]:
             )
         if any(getattr(part, key) is not None for key in ACCEPTANCE_KEYS):
             raise ConfigError("how drafts are accepted is one for all 'drafters': say it beside them")
-    return [replace(part, num_speculative_tokens=spec.num_speculative_tokens) for part in several]
+        if any(getattr(part, key) is not None for key in SCHEDULE_KEYS):
+            raise ConfigError("the number of drafts follows the load for all 'drafters': say it beside them")
+    shared = {key: getattr(spec, key) for key in ("num_speculative_tokens", *SCHEDULE_KEYS)}
+    return [replace(part, **shared) for part in several]
 
 
 class CascadeDrafter(Drafter):
@@ -56,6 +68,7 @@ class CascadeDrafter(Drafter):
     name = "cascade"
     options = frozenset({"drafters"})
     samples = True
+    follows_load = True
 
     _states: list[RowState | None]
     """What each draws up its drafts in: the row state, but with drafts of its own. None: on the host."""
@@ -243,12 +256,8 @@ class CascadeDrafter(Drafter):
 
     def rounds(self, *, sampled: bool) -> Rounds:
         each = [part.rounds(sampled=sampled) for part in self.parts]
-        choose = (sampled_name(_CHOOSE, sampled and self.sampled),)
+        joined, choose = self._joined, (sampled_name(_CHOOSE, sampled and self.sampled),)
         waits = any(part.on_host for part in self.parts)
-
-        def joined(several: Sequence[Sequence[str]]) -> tuple[str, ...]:
-            return tuple(names[name] for names, some in zip(self._names, several, strict=True) for name in some)
-
         last = () if waits else choose  # on the host, the choice is made when that has drafted
         return Rounds(
             prompt=joined([rounds.prompt for rounds in each]),
@@ -257,3 +266,15 @@ class CascadeDrafter(Drafter):
             host=choose if waits else (),
             plain=(*joined([r.next if r.plain is None else r.plain for r in each]), *last),
         )
+
+    def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        each = self._joined([part.rounds_after(num_drafts, sampled=sampled) for part in self.parts])
+        if not num_drafts:
+            return each
+        waits = any(part.on_host for part in self.parts)
+        last = () if waits else (sampled_name(_CHOOSE, sampled and self.sampled),)
+        return (*(() if num_drafts == self.num_drafts else (_BEGIN,)), *each, *last)
+
+    def _joined(self, several: Sequence[Sequence[str]]) -> tuple[str, ...]:
+        """The phases of all parts, by their names here."""
+        return tuple(names[name] for names, some in zip(self._names, several, strict=True) for name in some)

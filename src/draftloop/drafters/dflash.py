@@ -21,7 +21,7 @@ from torch import Tensor
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Rounds, Target
-from draftloop.drafters.block_phases import Pass, block_phases, block_rounds
+from draftloop.drafters.block_phases import Pass, block_phases, block_rounds, block_rounds_after
 from draftloop.drafters.dflash_config import BLOCK_PRESETS, DFlashConfig, Method, check_target, parse
 from draftloop.drafters.dflash_files import read_mask_embedding
 from draftloop.drafters.dflash_model import DFlashModel
@@ -125,7 +125,8 @@ class BlockDrafter(HeadDrafter[DFlashConfig]):
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
         (kv,) = caches
-        model, page_size, verified = self.model, self.target.page_size, self.num_drafts + 1
+        model, page_size = self.model, self.target.page_size
+        counts = dict.fromkeys((*self.counts, 0) if self.may_pass else self.counts)
         first_slot = self.config.first_slot
         num_slots = self.num_drafts + first_slot
         num_embedded = model.embed_tokens.shape[0]
@@ -157,11 +158,10 @@ class BlockDrafter(HeadDrafter[DFlashConfig]):
         support = self.backend_class.graph_support(self.target.device.type)
         return block_phases(
             prompt=Pass(fn=prompt, cost=model.context_cost()),
-            context=Pass(fn=partial(context, count=verified), cost=model.context_cost()),
-            plain=Pass(fn=partial(context, count=1), cost=model.context_cost()) if self.may_pass else None,
+            contexts={k: Pass(fn=partial(context, count=k + 1), cost=model.context_cost()) for k in counts},
             block=Pass(fn=block, cost=self.block_cost()),
             padding_row=state.padding_row,
-            num_verified=verified,
+            num_drafts=self.num_drafts,
             num_slots=num_slots,
             aux=Slot(unit=Unit.TOKEN, dtype=self.target.dtype, shape=(self.config.aux_width,)),
             support=support,
@@ -180,6 +180,9 @@ class BlockDrafter(HeadDrafter[DFlashConfig]):
 
     def rounds(self, *, sampled: bool) -> Rounds:
         return block_rounds(sampled=sampled and self.sampled, may_pass=self.may_pass)
+
+    def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        return block_rounds_after(num_drafts, self.num_drafts, sampled=sampled and self.sampled)
 
 
 class DFlashDrafter(BlockDrafter):

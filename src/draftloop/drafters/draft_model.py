@@ -12,6 +12,7 @@ Shape suffixes: R rows, T tokens, Q = 1 + K tokens of a block, W draft vocabular
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.attention.registry import attention_backend
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Rounds, Target, draft_group, sampled_name
+from draftloop.drafters.base import Drafter, Rounds, Target, count_name, draft_group, sampled_name
 from draftloop.drafters.files import read_shapes
 from draftloop.drafters.kinds import check_kind, plain_name
 from draftloop.drafters.write import write_next
@@ -46,6 +47,7 @@ class DraftModelDrafter(Drafter):
     )
     samples = True
     reuses_prefixes = True
+    follows_load = True
     in_parallel = "pard"
 
     model: Decoder
@@ -136,10 +138,38 @@ class DraftModelDrafter(Drafter):
             reason=support.reason,
         )
 
+    def feed_phases(self, state: RowState, kv: LayerCaches) -> list[Phase]:
+        """Where a step may have no drafts: over the one token that it emitted."""
+        if 0 not in self.counts:
+            return []
+        model, num_embedded = self.model, self.config.vocab_size
+
+        def feed(launch: Launch, rows: Tensor, num_emitted: Tensor) -> Mapping[str, Tensor]:
+            batch, tokens = tail_batch(
+                state, rows, 1, self.target.page_size, launch, offset=0, emitted_R=num_emitted, num_ids=num_embedded
+            )
+            model(tokens.ids_T, kv, batch)
+            return {}
+
+        support = self.backend_class.graph_support(self.target.device.type)
+        slots = {
+            "rows": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row),
+            "num_emitted": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP),
+        }
+        return [
+            Phase(
+                name="draft.feed",
+                fn=feed,
+                slots=slots,
+                modes=frozenset({GraphMode.NONE, *([GraphMode.FULL] if support.uniform else [])}),
+                reason=support.reason or "one token per row is captured whole or not at all",
+                cost=model.cost(),
+            )
+        ]
+
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
         kv = self.model.layer_caches(caches)
         model, page_size = self.model, self.target.page_size
-        block = self.num_drafts + 1
         num_embedded = self.config.vocab_size
         vocab_size = min(num_embedded, self.target.vocab_size)
 
@@ -147,7 +177,9 @@ class DraftModelDrafter(Drafter):
             write_next(state, rows, model.logits(hidden_RC), vocab_size=vocab_size, sampled=sampled, first=first)
             return {}
 
-        def prefill(launch: Launch, rows: Tensor, num_emitted: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
+        def prefill(
+            launch: Launch, rows: Tensor, num_emitted: Tensor, *, block: int, sampled: bool
+        ) -> Mapping[str, Tensor]:
             # from the verified block's first new token; what is past the last one is hidden from it
             batch, tokens = tail_batch(
                 state, rows, block, page_size, launch, offset=0, emitted_R=num_emitted, num_ids=num_embedded
@@ -165,17 +197,21 @@ class DraftModelDrafter(Drafter):
         full = {GraphMode.FULL} if support.uniform else set()
         rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
         num_emitted = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)  # nothing of the padding row follows from it
-        phases = [self.prompt_phase(state, kv)]
+        phases = [self.prompt_phase(state, kv), *self.feed_phases(state, kv)]
         for sampled in (False, True) if self.sampled else (False,):
             phases += [
-                Phase(
-                    name=sampled_name("draft.prefill", sampled),
-                    fn=lambda launch, s=sampled, **slots: prefill(launch, sampled=s, **slots),
-                    slots={"rows": rows, "num_emitted": num_emitted},
-                    tokens_per_row=block,
-                    modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full}),
-                    reason=support.reason,
-                    cost=model.cost(),
+                *(
+                    Phase(
+                        name=count_name(sampled_name("draft.prefill", sampled), k, self.num_drafts),
+                        fn=partial(prefill, block=k + 1, sampled=sampled),
+                        slots={"rows": rows, "num_emitted": num_emitted},
+                        tokens_per_row=k + 1,
+                        modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full}),
+                        reason=support.reason,
+                        cost=model.cost(),
+                    )
+                    for k in self.counts
+                    if k
                 ),
                 Phase(
                     name=sampled_name("draft.decode", sampled),
@@ -197,3 +233,9 @@ class DraftModelDrafter(Drafter):
             first=(decode,) * self.num_drafts,
             next=(prefill, *(decode,) * (self.num_drafts - 1)),
         )
+
+    def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        if not num_drafts:
+            return ("draft.feed",)
+        prefill, *chain = self.rounds(sampled=sampled).next
+        return (count_name(prefill, num_drafts, self.num_drafts), *chain[: num_drafts - 1])

@@ -213,6 +213,19 @@ class EagleHead(torch.nn.Module):
         normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, norm, config.model.rms_norm_eps, store=store)
         return hidden_TC if self.final_norm is None else normed_TC
 
+    def feed(self, ids_T: Tensor, hidden_TC: Tensor, kv_L2PSGD: Tensor, batch: AttentionBatch) -> None:
+        """Leave the keys and values of such pairs in the caches of all layers, and compute nothing else."""
+        if self.config.fuses_embedding:
+            both_TC = torch.cat([F.embedding(ids_T, self.embed_tokens), hidden_TC], -1)
+            hidden_TC = linear(both_TC, self.fc, self.fc_bias)
+        *before, last = zip(self.eagle_layers, kv_L2PSGD.unbind(0), strict=True)
+        x_TC, hidden_TC = self.eagle_layers[0].first_inputs(ids_T, self.embed_tokens, hidden_TC, None)
+        for index, (layer, kv_2PSGD) in enumerate(before):
+            out, hidden_TC = layer(x_TC, hidden_TC, kv_2PSGD, self.cos_sin_LD, batch, self.backend, None)
+            x_TC, hidden_TC = self.eagle_layers[index + 1].next_inputs(out, hidden_TC, ids_T, self.embed_tokens)
+        layer, kv_2PSGD = last
+        layer.attention.write(x_TC, kv_2PSGD, self.cos_sin_LD, batch)
+
     def head_input(self, hidden_RC: Tensor) -> Tensor:
         """What the output head reads, from the hidden state that a pass gave to the next step."""
         if self.final_norm is None or self.config.norm_output:

@@ -12,6 +12,7 @@ Shape suffixes: R rows, M rows of the engine plus one, B width of the target.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from draftloop.attention.base import AttentionShape
 from draftloop.attention.batches import tail_batch
 from draftloop.attention.registry import attention_backend
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
+from draftloop.drafters.base import Drafter, Rounds, Target, count_name, sampled_name
 from draftloop.drafters.files import find_checkpoint, open_weights, read_shapes
 from draftloop.drafters.fill import fill
 from draftloop.drafters.gemma4_mtp_config import METHOD, ORDERING, check_target, parse
@@ -42,6 +43,7 @@ class Gemma4MtpDrafter(Drafter):
     )
     samples = True
     reuses_prefixes = True
+    follows_load = True
     aux_layers = (FINAL_HIDDEN,)
 
     assistant: Gemma4Assistant
@@ -109,7 +111,7 @@ class Gemma4MtpDrafter(Drafter):
         return {"hidden_MB": self.hidden_MB}
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
-        target, assistant, verified = self.target, self.assistant, self.num_drafts + 1
+        target, assistant = self.target, self.assistant
         width, vocab, kv, embed = self.config.target_hidden_size, target.vocab_size, self._caches, self._embed
         hidden_MB = self.hidden_MB = torch.zeros(state.padding_row + 1, width, dtype=target.dtype, device=target.device)
         longest = self.longest if self.longest < target.max_model_len else None
@@ -121,7 +123,9 @@ class Gemma4MtpDrafter(Drafter):
             hidden_MB.index_copy_(0, rows.long(), aux_hidden.index_select(0, last_R))
             return {}
 
-        def select(launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor) -> Mapping[str, Tensor]:
+        def select(
+            launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor, *, verified: int
+        ) -> Mapping[str, Tensor]:
             # of the last position that was accepted
             index_R = torch.arange(rows.shape[0], device=rows.device) * verified
             last_R = index_R + (num_emitted.long() - 1).clamp(0, verified - 1)
@@ -154,11 +158,15 @@ class Gemma4MtpDrafter(Drafter):
                 slots={"rows": rows, "query_starts": query_starts, "aux_hidden": aux},
                 tokens_per_row=None,
             ),
-            Phase(
-                name="draft.select",
-                fn=select,
-                slots={"rows": rows, "num_emitted": num_emitted, "aux_hidden": aux},
-                tokens_per_row=verified,
+            *(
+                Phase(
+                    name=count_name("draft.select", k, self.num_drafts),
+                    fn=partial(select, verified=k + 1),
+                    slots={"rows": rows, "num_emitted": num_emitted, "aux_hidden": aux},
+                    tokens_per_row=k + 1,
+                )
+                for k in self.counts
+                if k
             ),
         ]
         for sampled in (False, True) if self.sampled else (False,):
@@ -187,3 +195,9 @@ class Gemma4MtpDrafter(Drafter):
             # rows without drafts are past their limit, or declined them: they never draft again
             plain=(),
         )
+
+    def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        if not num_drafts:
+            return ()  # there is no cache of its own
+        select, *chain = self.rounds(sampled=sampled).next
+        return (count_name(select, num_drafts, self.num_drafts), *chain[:num_drafts])

@@ -71,6 +71,7 @@ class HeadDrafter(Drafter, Generic[ConfigT]):
     """Everything but which layers, and what they run when."""
 
     reuses_prefixes = True
+    follows_load = True
 
     config: ConfigT
     names: dict[str, str]

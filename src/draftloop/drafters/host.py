@@ -19,6 +19,7 @@ class HostDrafter(Drafter):
 
     on_host = True
     reuses_prefixes = True
+    follows_load = True
 
     @abstractmethod
     def draft(self, row: HostRow) -> Sequence[int]:

@@ -14,13 +14,14 @@ C hidden size, W draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Rounds, Target, sampled_name
+from draftloop.drafters.base import Drafter, Rounds, Target, count_name, sampled_name
 from draftloop.drafters.files import open_weights, read_shapes
 from draftloop.drafters.fill import fill, fill_dummy, target_ids
 from draftloop.drafters.locate import locate
@@ -103,6 +104,7 @@ class MedusaDrafter(Drafter):
     options = frozenset({"model", "revision", "draft_sample_method", "load_format"})
     samples = True
     reuses_prefixes = True
+    follows_load = True
     aux_layers = (FINAL_HIDDEN,)
 
     heads: MedusaHeads
@@ -151,7 +153,7 @@ class MedusaDrafter(Drafter):
         return {"hidden_MC": self.hidden_MC}
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
-        heads, verified, width = self.heads, self.num_drafts + 1, self.config.hidden_size
+        heads, width = self.heads, self.config.hidden_size
         target = self.target
         hidden_MC = self.hidden_MC = torch.zeros(state.padding_row + 1, width, dtype=target.dtype, device=target.device)
         num_known = target.vocab_size
@@ -178,7 +180,7 @@ class MedusaDrafter(Drafter):
             return draft(rows, hidden_MC[rows], sampled=sampled)
 
         def following(
-            launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor, *, sampled: bool
+            launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor, *, verified: int, sampled: bool
         ) -> Mapping[str, Tensor]:
             # of the last position whose draft was accepted, or of the bonus token before
             index_R = torch.arange(rows.shape[0], device=rows.device) * verified
@@ -205,12 +207,16 @@ class MedusaDrafter(Drafter):
                     slots={"rows": rows},
                     cost=heads.cost(),
                 ),
-                Phase(
-                    name=sampled_name("draft.heads", sampled),
-                    fn=lambda launch, s=sampled, **slots: following(launch, sampled=s, **slots),
-                    slots={"rows": rows, "num_emitted": num_emitted, "aux_hidden": aux},
-                    tokens_per_row=verified,
-                    cost=heads.cost(),
+                *(
+                    Phase(
+                        name=count_name(sampled_name("draft.heads", sampled), k, self.num_drafts),
+                        fn=partial(following, verified=k + 1, sampled=sampled),
+                        slots={"rows": rows, "num_emitted": num_emitted, "aux_hidden": aux},
+                        tokens_per_row=k + 1,
+                        cost=heads.cost(),
+                    )
+                    for k in self.counts
+                    if k
                 ),
             ]
         return phases
@@ -222,4 +228,9 @@ class MedusaDrafter(Drafter):
             first=(sampled_name("draft.first", sampled),),
             next=(sampled_name("draft.heads", sampled),),
             plain=(),  # rows without drafts declined them: they never draft again
+        )
+
+    def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        return tuple(
+            count_name(heads, num_drafts, self.num_drafts) for heads in self.rounds(sampled=sampled).next[:num_drafts]
         )

@@ -89,17 +89,28 @@ class MtpModule(torch.nn.Module):
     ) -> Tensor:
         """As `PairHead.__call__`."""
         eps = self.config.model.rms_norm_eps
+        x_TC, residual_TC = self._enter(ids_T, hidden_XC, batch, hidden_rows_T)
+        out, residual_TC = self.layer(x_TC, residual_TC, kv_L2PSGD[0], self.cos_sin_LD, batch, self.backend, keep_R)
+        normed_TC, _ = add_rms_norm(out, residual_TC, self.final_norm, eps, store=store._replace(normed=True))
+        return normed_TC
+
+    def feed(self, ids_T: Tensor, hidden_TC: Tensor, kv_L2PSGD: Tensor, batch: AttentionBatch) -> None:
+        """As `PairHead.feed`."""
+        x_TC, _ = self._enter(ids_T, hidden_TC, batch, None)
+        self.layer.attention.write(x_TC, kv_L2PSGD[0], self.cos_sin_LD, batch)
+
+    def _enter(
+        self, ids_T: Tensor, hidden_XC: Tensor, batch: AttentionBatch, hidden_rows_T: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What the layer's attention reads, and the residual stream."""
+        eps = self.config.model.rms_norm_eps
         both_TX, _ = norm_concat(
             self.embed_tokens, hidden_XC, self.embed_norm, self.hidden_norm, eps, first_T=ids_T, second_T=hidden_rows_T
         )
         if self.config.style.zeroed_first and not batch.uniform:
             # only prompts have a first position; what follows them starts later
             both_TX[:, : self.final_norm.shape[0]].masked_fill_((batch.positions_T == 0)[:, None], 0)
-        residual_TC = linear(both_TX, self.fc)
-        x_TC, residual_TC = self.layer.enter(None, residual_TC)
-        out, residual_TC = self.layer(x_TC, residual_TC, kv_L2PSGD[0], self.cos_sin_LD, batch, self.backend, keep_R)
-        normed_TC, _ = add_rms_norm(out, residual_TC, self.final_norm, eps, store=store._replace(normed=True))
-        return normed_TC
+        return self.layer.enter(None, linear(both_TX, self.fc))
 
     def head_input(self, hidden_RC: Tensor) -> Tensor:
         """The hidden state is normed already."""

@@ -57,6 +57,7 @@ class NgramDrafter(Drafter):
     name = "ngram"
     options = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
     reuses_prefixes = True
+    follows_load = True
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)

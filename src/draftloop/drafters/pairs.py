@@ -24,7 +24,7 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBatch
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.attention.tree import path_slot, tree_batch
-from draftloop.drafters.base import Rounds, sampled_name
+from draftloop.drafters.base import Rounds, count_name, sampled_name
 from draftloop.drafters.head import HeadConfig, HeadDrafter
 from draftloop.drafters.tree import LevelTables, TreeDrafts
 from draftloop.drafters.write import write_next
@@ -77,6 +77,10 @@ class PairHead(Protocol):
         the tokens `keep_R` alone: what the output head reads. The hidden state that the next step takes is
         written to the rows that `store` names.
         """
+        ...
+
+    def feed(self, ids_T: Tensor, hidden_TC: Tensor, kv_L2PSGD: Tensor, batch: AttentionBatch) -> None:
+        """Leave the keys and values of such pairs, and compute nothing else."""
         ...
 
     def head_input(self, hidden_RC: Tensor) -> Tensor:
@@ -177,6 +181,7 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
             aux_hidden: Tensor,
             path: Tensor | None = None,
             *,
+            block: int,
             sampled: bool,
         ) -> Mapping[str, Tensor]:
             if tree and path is not None:
@@ -197,6 +202,13 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
             store = Store(hidden_MC, state_rows(rows))
             head_input_RC = head(tokens.ids_T, head.fuse(aux_hidden), kv, batch, keep_R=tokens.last_R, store=store)
             return draft(rows, head_input_RC, sampled=sampled, first=True)
+
+        def feed(launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor) -> Mapping[str, Tensor]:
+            batch, tokens = tail_batch(
+                state, rows, 1, page_size, launch, offset=-1, emitted_R=num_emitted, ahead=1, num_ids=num_embedded
+            )
+            head.feed(tokens.ids_T, head.fuse(aux_hidden), kv, batch)
+            return {}
 
         def decode(launch: Launch, rows: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
             # the last draft is at num_tokens + num_drafted - 1, and its pair one before that
@@ -245,19 +257,23 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
                     fn=lambda launch, s=sampled, **slots: first(launch, sampled=s, **slots),
                     slots={"rows": rows},
                 ),
-                Phase(
-                    name=sampled_name("draft.prefill", sampled),
-                    fn=lambda launch, s=sampled, **slots: prefill(launch, sampled=s, **slots),
-                    slots={
-                        "rows": rows,
-                        "num_emitted": num_emitted,
-                        "aux_hidden": aux,
-                        **({"path": path_slot(self.tree)} if tree else {}),
-                    },
-                    tokens_per_row=self.num_drafts + 1,
-                    modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full}),
-                    reason=support.reason,
-                    cost=head.cost(fused=True, tokens_per_row=block),
+                *(
+                    Phase(
+                        name=count_name(sampled_name("draft.prefill", sampled), k, self.num_drafts),
+                        fn=partial(prefill, block=min(k + 1, block), sampled=sampled),
+                        slots={
+                            "rows": rows,
+                            "num_emitted": num_emitted,
+                            "aux_hidden": aux,
+                            **({"path": path_slot(self.tree)} if tree else {}),
+                        },
+                        tokens_per_row=k + 1,
+                        modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full}),
+                        reason=support.reason,
+                        cost=head.cost(fused=True, tokens_per_row=min(k + 1, block)),
+                    )
+                    for k in self.counts
+                    if k
                 ),
             ]
             # never piecewise: that pads tokens, and attention would read past its rows
@@ -270,6 +286,9 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
                 cost=head.cost(fused=False),
             )
             phases += self._levels(step, decode_level, tree) if tree else [step]
+        if 0 in self.counts:
+            slots = {"rows": rows, "num_emitted": num_emitted, "aux_hidden": aux}
+            phases.append(Phase(name="draft.feed", fn=feed, slots=slots))
         return phases
 
     def _levels(self, step: Phase, decode_level: Callable, tree: TreeDrafts) -> list[Phase]:
@@ -298,3 +317,9 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
             # rows without drafts are past their limit, or declined them: they never draft again
             plain=(),
         )
+
+    def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        if not num_drafts:
+            return ("draft.feed",)
+        prefill, *chain = self.rounds(sampled=sampled).next
+        return (count_name(prefill, num_drafts, self.num_drafts), *chain[: num_drafts - 1])

@@ -71,7 +71,7 @@ class PardDrafter(DraftModelDrafter):
         support = self.backend_class.graph_support(self.target.device.type)
         rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
         num_emitted = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)  # nothing of the padding row follows from it
-        phases = [self.prompt_phase(state, kv)]
+        phases = [self.prompt_phase(state, kv), *self.feed_phases(state, kv)]
         for sampled in (False, True) if self.sampled else (False,):
             for name, slots, inputs in (
                 ("draft.first", num_drafts, {"rows": rows}),
@@ -97,3 +97,7 @@ class PardDrafter(DraftModelDrafter):
             first=(sampled_name("draft.first", sampled),),
             next=(sampled_name("draft.block", sampled),),
         )
+
+    def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        # the block begins with what was emitted, however many drafts were verified
+        return self.rounds(sampled=sampled).next if num_drafts else ("draft.feed",)

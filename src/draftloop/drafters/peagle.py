@@ -13,6 +13,7 @@ C width of the head, K drafts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Rounds
-from draftloop.drafters.block_phases import Pass, block_phases, block_rounds
+from draftloop.drafters.block_phases import Pass, block_phases, block_rounds, block_rounds_after
 from draftloop.drafters.eagle import Eagle3Drafter
 from draftloop.drafters.eagle_config import MASK_HIDDEN
 from draftloop.drafters.files import open_weights
@@ -61,11 +62,11 @@ class PEagleDrafter(Eagle3Drafter):
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
         (kv,) = caches
-        head, num_drafts, verified = self.head, self.num_drafts, self.num_drafts + 1
+        head, num_drafts = self.head, self.num_drafts
         device, dtype, page_size = self.target.device, self.target.dtype, self.target.page_size
         num_rows, width, mask_id = state.padding_row + 1, self.config.model.hidden_size, self.config.mask_token_id
         assert mask_id is not None
-        fused_MQC = self.fused_MQC = torch.zeros(num_rows, verified, width, dtype=dtype, device=device)
+        fused_MQC = self.fused_MQC = torch.zeros(num_rows, num_drafts + 1, width, dtype=dtype, device=device)
         num_new_M = self.num_new_M = torch.ones(num_rows, dtype=torch.int32, device=device)
         num_embedded, slots = head.embed_tokens.shape[0], num_slots(num_drafts)
         num_known = self.target.vocab_size if self.config.has_map else min(head.num_draft_ids, self.target.vocab_size)
@@ -83,9 +84,19 @@ class PEagleDrafter(Eagle3Drafter):
             num_new_M.index_fill_(0, rows.long(), 1)
             return {}
 
-        def context(launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor) -> Mapping[str, Tensor]:
-            fused_MQC.index_copy_(0, rows.long(), head.fuse(aux_hidden).view(-1, verified, width))
+        def context(
+            launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor, *, verified: int
+        ) -> Mapping[str, Tensor]:
+            fused_RQC = head.fuse(aux_hidden).view(-1, verified, width)
+            fused_MQC[:, :verified].index_copy_(0, rows.long(), fused_RQC)
             num_new_M.index_copy_(0, rows.long(), num_emitted)
+            return {}
+
+        def feed(launch: Launch, rows: Tensor, num_emitted: Tensor, aux_hidden: Tensor) -> Mapping[str, Tensor]:
+            batch, tokens = tail_batch(
+                state, rows, 1, page_size, launch, offset=-1, emitted_R=num_emitted, ahead=1, num_ids=num_embedded
+            )
+            head.feed(tokens.ids_T, head.fuse(aux_hidden), kv, batch)
             return {}
 
         def block(launch: Launch, rows: Tensor, *, sampled: bool) -> Mapping[str, Tensor]:
@@ -114,10 +125,10 @@ class PEagleDrafter(Eagle3Drafter):
         fc = Cost(weight_bytes=head.fc.numel() * head.fc.dtype.itemsize, flops=2 * head.fc.numel())
         return block_phases(
             prompt=Pass(fn=prompt),
-            context=Pass(fn=context, cost=fc),
+            contexts={k: Pass(fn=partial(context, verified=k + 1) if k else feed, cost=fc) for k in self.counts},
             block=Pass(fn=block, cost=head.cost(fused=False, tokens_per_row=slots)),
             padding_row=state.padding_row,
-            num_verified=verified,
+            num_drafts=num_drafts,
             num_slots=slots,
             aux=Slot(unit=Unit.TOKEN, dtype=dtype, shape=(self.config.aux_width,)),
             support=support,
@@ -127,3 +138,6 @@ class PEagleDrafter(Eagle3Drafter):
 
     def rounds(self, *, sampled: bool) -> Rounds:
         return block_rounds(sampled=sampled and self.sampled)
+
+    def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        return block_rounds_after(num_drafts, self.num_drafts, sampled=sampled and self.sampled)

@@ -21,6 +21,7 @@ class SyntheticDrafter(Drafter):
     name = "synthetic"
     forced_acceptance = True
     reuses_prefixes = True
+    follows_load = True
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)

@@ -64,6 +64,8 @@ class EngineCore:
         self._compiling: list[Sequence] = []
         """Requests whose grammar was not ready when last looked at."""
         self._in_flight: deque[InFlight] = deque()
+        self._last_decode: float | None = None
+        """When the last decoding step came back, if no prompt ran in it."""
         self._count = 0
 
     # ---- requests ---------------------------------------------------------------------------
@@ -193,6 +195,7 @@ class EngineCore:
         ):
             return [*failed, *self._commit_oldest()]
         if not shape and not failed:
+            self._last_decode = None
             self._wait_for_grammars()
         return failed
 
@@ -231,6 +234,8 @@ class EngineCore:
         is_looping = bool(self._in_flight) and self._in_flight[-1].repeats
         if is_looping:
             if not self.scheduler.has_prompt_to_run():
+                if self.scheduler.drafting.wants_change():
+                    self._in_flight[-1].interrupt()
                 return NOTHING
             self._in_flight[-1].interrupt()
         if len(self._in_flight) >= self.pipeline_depth:
@@ -283,8 +288,10 @@ class EngineCore:
         rows = zip(
             plan.decodes, emitted.tokens, emitted.num_accepted, emitted.num_drafted, emitted.drafted_by, strict=True
         )
+        drafting = self.scheduler.drafting
         for index, (sequence, tokens, num_accepted, num_drafted, drafted_by) in enumerate(rows):
             if flight.still_runs(sequence):
+                drafting.accepted(sequence, num_drafted, num_accepted)
                 known = len(sequence.output_ids)
                 report = emitted.logprobs
                 self._report(sequence, tokens, report and (report[0][index], report[1][index]))
@@ -299,9 +306,17 @@ class EngineCore:
                     self.stats.count_step(
                         sequence, num_drafted=num_drafted, num_accepted=delivered, drafted_by=drafted_by
                     )
+        if plan.decodes:
+            drafting.stepped(len(plan.decodes), plan.num_drafts, self._step_ms(plan))
         if observed and self.worker.drafter:
             self.worker.drafter.observe(observed)
         return changed
+
+    def _step_ms(self, plan: StepPlan) -> float | None:
+        """What a decoding step took, where it and the one before it ran no prompts."""
+        now, before = time.perf_counter(), self._last_decode
+        self._last_decode = None if plan.chunks else now
+        return None if before is None or plan.chunks else (now - before) * 1e3
 
     def _report_prompts(self, flight: InFlight, emitted: Emitted) -> None:
         """Logprobs of the prompt tokens that stand behind those of this step."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draftloop.attention.tree import path_slot
 from draftloop.config.draft_tree import DraftTree
+from draftloop.drafters.base import count_name
 from draftloop.graphs.phase import Launch, Output, Pad, Phase, Slot, Unit
 from draftloop.kvcache.rows import RowState
 from draftloop.request import Logprob, Logprobs
@@ -35,6 +36,7 @@ def logprob_phases(
     state: RowState,
     *,
     tree: DraftTree,
+    counts: Sequence[int] = (),
     outcome_width: int,
     vocab_size: int,
     dtype: torch.dtype,
@@ -94,7 +96,7 @@ def logprob_phases(
     rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
     phases = [
         Phase(
-            name=logprobs_name(k),
+            name=logprobs_name(k, num_drafts),
             fn=report_branch if k and branches else partial(report, k=k),
             slots={
                 "rows": rows,
@@ -108,7 +110,7 @@ def logprob_phases(
             },
             tokens_per_row=1 + k,
         )
-        for k in sorted({num_drafts, 0})
+        for k in sorted({num_drafts, *counts, 0})
     ]
     first = Phase(
         name="logprobs.first",
@@ -126,9 +128,9 @@ def logprob_phases(
     return [*phases, first]
 
 
-def logprobs_name(num_drafts: int) -> str:
-    """The phase that reports on a step with or without drafts."""
-    return "logprobs" if num_drafts else "logprobs.decode"
+def logprobs_name(num_drafts: int, most: int) -> str:
+    """The phase that reports on a step with so many drafts, of at most `most`."""
+    return count_name("logprobs", num_drafts, most) if num_drafts else "logprobs.decode"
 
 
 def prompt_outputs(num_top: int) -> dict[str, Output]:

@@ -18,18 +18,19 @@ from draftloop.attention.registry import attention_backend, resolve_attention_na
 from draftloop.config.draft_tree import DraftTree
 from draftloop.config.engine import EngineConfig
 from draftloop.config.env import Environment
-from draftloop.config.resolve import Facts, Resolved, resolve
+from draftloop.config.resolve import Facts, Resolved, resolve, sparse_ladder
 from draftloop.distributed.group import Group
 from draftloop.distributed.launcher import Ranks, take_place
 from draftloop.distributed.replica import ALONE, Replica
-from draftloop.drafters.base import Drafter, Target, drafter_class
+from draftloop.drafters.base import Drafter, Target, drafter_class, is_of_fewer
 from draftloop.drafters.made_for import warn_of_other_target
 from draftloop.engine.adapters import Adapters, check_adapters
 from draftloop.engine.check_settings import check_deterministic, check_engines
 from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
+from draftloop.engine.draft_schedule import make_drafting
 from draftloop.engine.follower import gather
-from draftloop.engine.iteration import iteration_phases
+from draftloop.engine.iteration import iteration_phases, no_drafts_phase
 from draftloop.engine.lockstep import Lockstep
 from draftloop.engine.logprobs import logprob_phases
 from draftloop.engine.memory import MemoryLedger, make_pool
@@ -65,6 +66,7 @@ from draftloop.sampling.block_verification import accept_block_rows
 from draftloop.sampling.commit import Rule
 from draftloop.sampling.logits_processors import load_logits_processors
 from draftloop.sampling.typical import TYPICAL_ALPHA, TYPICAL_THRESHOLD, accept_typical_rows
+from draftloop.scheduler.drafting import describe
 from draftloop.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -243,12 +245,19 @@ def _build(
         device=device,
     )
     pages = PageAllocator(pool.num_pages, resolved.block_size)
+    counts = drafter.counts if drafter else ()
+    if ranks.steps and len(counts) > 1:
+        raise ConfigError(
+            "engines that share experts take every step together, and do not agree on a number of drafts that follows "
+            "the load; leave adaptive and num_speculative_tokens_per_batch_size out"
+        )
     several = drafter is not None and len(drafter.drafters) > 1
     phases = target_phases(
         model,
         target_caches,
         state,
         tree=drafter.tree if drafter else DraftTree.chain(0),
+        counts=counts,
         caches=pool.caches[: len(target_specs)],
         page_size=resolved.block_size,
         support=backend_class.graph_support(device.type),
@@ -262,6 +271,7 @@ def _build(
     phases += logprob_phases(
         state,
         tree=drafter.tree if drafter else DraftTree.chain(0),
+        counts=counts,
         outcome_width=outcome_width(num_drafts, several),
         vocab_size=model_config.vocab_size,
         dtype=dtype,
@@ -272,13 +282,21 @@ def _build(
     if drafter:
         drafter.read_target(target_caches)
         phases += drafter.phases(state, pool.caches[len(target_specs) :])
+        if len(counts) > 1:
+            phases = [replace(phase, sparse=is_of_fewer(phase.name)) for phase in [*phases, no_drafts_phase(state)]]
     if config.deterministic:
         phases = [replace(phase, fn=batch_invariant(phase.fn)) for phase in phases]
     iterations = iteration_phases(phases, drafter) if resolved.iteration_graph else []
     phases += iterations
+    sparse_rows = resolved.row_buckets if config.cudagraph_capture_sizes else sparse_ladder(resolved.row_buckets)
     table = GraphTable(
         phases,
-        Ladders(rows=resolved.row_buckets, tokens=resolved.token_buckets, prefill_rows=resolved.max_prefill_rows),
+        Ladders(
+            rows=resolved.row_buckets,
+            sparse_rows=sparse_rows,
+            tokens=resolved.token_buckets,
+            prefill_rows=resolved.max_prefill_rows,
+        ),
         ModeSetting(resolved.graph_mode),
         _recorder(device, in_step),
         device,
@@ -294,6 +312,8 @@ def _build(
     _capture(table, show=show)
     ledger.lap("graphs and workspace")
     clock.lap("capture")
+    drafting = make_drafting(spec, drafter, table, sparse_rows)
+    clock.lap("costs")
 
     tokenizer = _tokenizer(config, source)
     core = EngineCore(
@@ -305,6 +325,7 @@ def _build(
             max_model_len=resolved.max_model_len,
             num_drafts=num_drafts,
             prefix_caching=resolved.prefix_caching,
+            drafting=drafting,
         ),
         Worker(
             table,
@@ -414,6 +435,8 @@ def _log(config: EngineConfig, engine: Engine, clock: _Clock) -> None:
     logger.info("memory: %s", engine.memory.format())
     engine.memory.check()
     logger.info("drafter: %s", engine.drafter.describe() if engine.drafter else "none")
+    if len(engine.core.scheduler.drafting.counts) > 1:
+        logger.info("drafts per step: %s", describe(engine.core.scheduler.drafting))
     if config.speculation and config.speculation.rejection_sample_method == "typical":
         logger.warning(
             "acceptance: typical, which is LOSSY: text at temperatures above 0 does not have the model's distribution"

@@ -16,6 +16,7 @@ from draftloop.attention.base import AttentionBatch, GraphSupport
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.attention.tree import TreePass, path_slot, tree_batch
 from draftloop.config.draft_tree import DraftTree
+from draftloop.drafters.base import count_name
 from draftloop.engine.logprobs import prompt_outputs, prompt_report
 from draftloop.graphs.phase import GraphMode, Launch, Output, Pad, Phase, Slot, Unit
 from draftloop.kernels.compact_kv import compact_kv
@@ -40,6 +41,7 @@ def target_phases(
     state: RowState,
     *,
     tree: DraftTree,
+    counts: Sequence[int] = (),
     caches: Sequence[Tensor],
     page_size: int,
     support: GraphSupport,
@@ -61,6 +63,7 @@ def target_phases(
     `target.compact`   after `accept`, where drafts form a tree: the accepted branch's keys and values, of all
                        `caches`, move to where those of a chain are
 
+    `counts` are the numbers of drafts that steps verify beside the most, each with phases of its own.
     With `several_drafters` the last column of an outcome says which of them drafted.
 
     The accept phases come in kinds (`SamplingKind`), so that a batch pays for what it asks. `rule` accepts
@@ -106,7 +109,7 @@ def target_phases(
     def accept_rows(
         logits_XV: Tensor, rows: Tensor, k: int, kind: SamplingKind, *, width: int = 1
     ) -> tuple[Tensor, Tensor]:
-        coins_K = rates_K if k else None
+        coins_K = rates_K[:k] if k and rates_K is not None else None
         if kind is SamplingKind.GREEDY:
             if coins_K is not None:
                 return accept_rows_synthetic(state, rows, logits_XV, k, coins_K, width=width)
@@ -171,17 +174,17 @@ def target_phases(
             reason="prompt logprobs are rare, and take a prompt's logits in parts",
         ),
     ]
-    counts = Output(unit=Unit.ROW, dtype=torch.int32)
+    number = Output(unit=Unit.ROW, dtype=torch.int32)
     slots = {"rows": rows, "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=vocab, pad=Pad.KEEP)}
     outcome = {
-        "num_emitted": counts,
+        "num_emitted": number,
         "outcome": Output(unit=Unit.ROW, dtype=torch.int32, shape=(outcome_width(num_drafts, several_drafters),)),
     }
     path = {"path": Output(unit=Unit.ROW, dtype=torch.int32, shape=(1 + tree.depth,))}
-    for k in sorted({num_drafts, 0}, reverse=True):
+    for k in sorted({num_drafts, *counts, 0}, reverse=True):
         phases.append(
             Phase(
-                name=verify_name(k),
+                name=verify_name(k, num_drafts),
                 fn=lambda launch, k=k, **slots: verify(launch, k=k, **slots),
                 slots={"rows": rows},
                 outputs={"logits": Output(unit=Unit.TOKEN, dtype=dtype, shape=vocab), **aux},
@@ -193,7 +196,7 @@ def target_phases(
         )
         phases += [
             Phase(
-                name=accept_name("accept", kind, k),
+                name=accept_name("accept", kind, k, num_drafts),
                 fn=partial(accept_branch, kind=kind) if k and branches else partial(accept, k=k, kind=kind),
                 slots=slots,
                 outputs=outcome | path if k and branches else outcome,
@@ -247,11 +250,13 @@ def after_accept(tree: DraftTree) -> tuple[str, ...]:
     return () if tree.is_chain else (COMPACT,)
 
 
-def verify_name(num_drafts: int) -> str:
-    """The verify phase; without drafts it is plain decoding."""
-    return "target.verify" if num_drafts else "target.decode"
+def verify_name(num_drafts: int, most: int) -> str:
+    """The verify phase of so many drafts, of at most `most`; without drafts it is plain decoding."""
+    return count_name("target.verify", num_drafts, most) if num_drafts else "target.decode"
 
 
-def accept_name(phase: str, kind: SamplingKind, num_drafts: int = 1) -> str:
-    """The accept phase for rows with or without drafts and for what their requests ask for."""
-    return phase + ("" if num_drafts else ".decode") + ("" if kind is SamplingKind.GREEDY else f".{kind.value}")
+def accept_name(phase: str, kind: SamplingKind, num_drafts: int = 0, most: int = 0) -> str:
+    """The accept phase for rows with so many drafts, of at most `most`, and for what their requests ask for."""
+    if phase == "accept":
+        phase = count_name(phase, num_drafts, most) if num_drafts else "accept.decode"
+    return phase + ("" if kind is SamplingKind.GREEDY else f".{kind.value}")

@@ -19,7 +19,7 @@ from draftloop.distributed.followers import Followers, Order
 from draftloop.drafters.base import Drafter, HostRow, Rounds
 from draftloop.engine.device_loop import DeviceLoop
 from draftloop.engine.flight import Failure, InFlight, LoopInFlight, StepInFlight, no_failure
-from draftloop.engine.iteration import iteration_name
+from draftloop.engine.iteration import iteration_name, next_round
 from draftloop.engine.logprobs import logprobs_name
 from draftloop.engine.target import accept_name, after_accept, prefill_name, verify_name
 from draftloop.graphs.loop import Loop
@@ -79,6 +79,7 @@ class Worker:
         self.tree = drafter.tree if drafter else DraftTree.chain(0)
         self.num_drafts = self.tree.num_drafts
         self.observes = drafter is not None and drafter.observes
+        self._follows_load = drafter is not None and len(drafter.counts) > 1
         self._on_host = drafter is not None and drafter.needs_host(drafter.spec)
         self._rows_written: list[int] = []
         self._constrained_rows: set[int] = set()
@@ -146,9 +147,9 @@ class Worker:
         Where it has none for any row, or nothing was drafted before, a step costs what plain decoding costs.
         """
         chunks, decodes = plan.chunks, plan.decodes
-        num_drafts = self.num_drafts if any(s.speculation and s.has_drafts for s in decodes) else 0
+        num_drafts = self._scheduled(plan) if any(s.speculation and s.has_drafts for s in decodes) else 0
         if self._on_host:
-            found = self._ask_host(decodes, asks=num_drafts > 0)
+            found = self._ask_host(decodes, most=num_drafts)
             if not found and not self._rounds(self._kind(decodes)).next:
                 num_drafts = 0  # and nobody else drafts
         return StepShape(
@@ -164,7 +165,7 @@ class Worker:
     def steps_at_once(self, plan: StepPlan, shape: StepShape) -> int:
         """Steps that the device could make of this plan by itself; 1: it cannot repeat it."""
         stepwise = shape.is_stepwise or any(sequence.traced for sequence in plan.decodes)
-        if self.loop is None or stepwise or shape.num_drafts != self.num_drafts:
+        if self.loop is None or stepwise or not self._is_as_planned(plan, shape):
             return 1
         return self.loop.max_iterations if self.loop.covers(self._iteration(plan), plan) else 1
 
@@ -187,13 +188,24 @@ class Worker:
             self._run_prompts(plan.chunks, shape, flight)
         if shape.decode_rows:
             self._run_decodes(plan.decodes, shape, flight)
-        if self.num_drafts and not self.overlaps and not self._on_host:
+        if self._follows_load and not plan.num_drafts:
+            for sequence in plan.decodes:
+                sequence.has_drafts = True  # for all that is known when there are to be drafts again
+        elif self.num_drafts and not self.overlaps and not self._on_host:
             flight.copy("has_drafts", self.state.drafts_MK[:, 0] != NO_DRAFT)
         flight.launched()
         return flight
 
     def _iteration(self, plan: StepPlan) -> str:
-        return iteration_name(self._kind(plan.decodes))
+        return iteration_name(self._kind(plan.decodes), self._scheduled(plan), self.num_drafts)
+
+    def _scheduled(self, plan: StepPlan) -> int:
+        """Drafts of a step whose rows have some. Ranks that step together have the same, with rows or without."""
+        return plan.num_drafts if self._follows_load else self.num_drafts
+
+    def _is_as_planned(self, plan: StepPlan, shape: StepShape) -> bool:
+        """The step verifies what was to be, and the drafter's round for that follows it."""
+        return shape.num_drafts == self._scheduled(plan) and (shape.redrafts or not self.num_drafts)
 
     def _kind(self, sequences: Iterable[Sequence]) -> SamplingKind:
         return SamplingKind.of(sequence.params for sequence in sequences)
@@ -302,8 +314,9 @@ class Worker:
         kind = self._kind(sequences)
         run = partial(self.run, rows_across_ranks=shape.decode_rows)
         self._write_rows([sequence.row for sequence in sequences])
-        whole = iteration_name(kind)
-        as_one = not shape.is_stepwise and num_drafts == self.num_drafts
+        as_planned = self._is_as_planned(flight.plan, shape)
+        whole = iteration_name(kind, num_drafts, self.num_drafts)
+        as_one = as_planned and not shape.is_stepwise
         if as_one and self.table.covers(whole, shape.decode_rows):
             self._copy_drafts(sequences, num_drafts, flight)
             flight.copy("outcome", run(whole, num_rows)["outcome"])
@@ -314,35 +327,38 @@ class Worker:
         self._copy_drafts(sequences, num_drafts, flight)
         following = [sequence for sequence in sequences if sequence.grammar is not None]
         read_drafts = self._start_reading_drafts(following, num_drafts) if following else None
-        outputs = run(verify_name(num_drafts), num_rows)
+        outputs = run(verify_name(num_drafts, self.num_drafts), num_rows)
         if self.observes:
             flight.copy("hidden", outputs["aux_hidden"].unflatten(0, (num_rows, 1 + num_drafts)))
         if read_drafts is not None:
             self._write_masks(following, read_drafts())  # while the target verifies
-        flight.copy("outcome", run(accept_name("accept", kind, num_drafts), num_rows)["outcome"])
+        accepted = run(accept_name("accept", kind, num_drafts, self.num_drafts), num_rows)
+        flight.copy("outcome", accepted["outcome"])
         for phase in after_accept(self.tree) if num_drafts else ():
             run(phase, num_rows)
         if any(sequence.params.logprobs is not None for sequence in sequences):
-            outputs = run(logprobs_name(num_drafts), num_rows)
+            outputs = run(logprobs_name(num_drafts, self.num_drafts), num_rows)
             flight.copy("logprob_ids", outputs["logprob_ids"].unflatten(0, (num_rows, 1 + num_drafts)))
             flight.copy("logprobs", outputs["logprobs"].unflatten(0, (num_rows, 1 + num_drafts)))
         after = ()
-        if shape.redrafts:
-            after = rounds.next if num_drafts or rounds.plain is None else rounds.plain
+        if self.drafter is not None and as_planned:
+            after = next_round(self.drafter, kind, num_drafts)
+        elif shape.redrafts:
+            after = rounds.next if rounds.plain is None else rounds.plain
         for phase in after:
             run(phase, num_rows)
-        flight.feeds_drafter = after == rounds.next or not self._drafter_has_caches
+        flight.feeds_drafter = as_planned or after == rounds.next or not self._drafter_has_caches
 
     def _copy_drafts(self, sequences: Many[Sequence], num_drafts: int, flight: StepInFlight) -> None:
         """For rows that are traced: what is about to be verified, which the step overwrites."""
         if num_drafts and any(sequence.traced for sequence in sequences):
             rows_R = self.table.buffers["rows"][: len(sequences)]
-            flight.copy("drafts", self.state.drafts_MK.index_select(0, rows_R))
+            flight.copy("drafts", self.state.drafts_MK.index_select(0, rows_R)[:, :num_drafts])
 
-    def _ask_host(self, sequences: Many[Sequence], *, asks: bool) -> bool:
-        """Let the drafter draft on the host, or nothing be drafted there. False if it has nothing for any row."""
+    def _ask_host(self, sequences: Many[Sequence], *, most: int) -> bool:
+        """Let the drafter draft on the host, up to `most` for each. False if it has nothing for any row."""
         assert self.drafter is not None
-        drafts = self.drafter.draft_on_host([self._host_row(sequence) for sequence in sequences]) if asks else []
+        drafts = self.drafter.draft_on_host([self._host_row(s, most) for s in sequences]) if most else []
         drafts = [*drafts, *[()] * (len(sequences) - len(drafts))]
         self._write("host_drafts", [[*ids, *[NO_DRAFT] * (self.num_drafts - len(ids))] for ids in drafts])
         return any(drafts)
@@ -352,7 +368,7 @@ class Worker:
         if not num_drafts:
             return lambda: [[] for _ in sequences]
         rows = self._stage(torch.tensor([sequence.row for sequence in sequences]))
-        drafts_RK = self.state.drafts_MK.index_select(0, rows.to(self.device, non_blocking=True))
+        drafts_RK = self.state.drafts_MK.index_select(0, rows.to(self.device, non_blocking=True))[:, :num_drafts]
         if self.device.type != "cuda":
             return drafts_RK.tolist
         host_RK = torch.empty(drafts_RK.shape, dtype=drafts_RK.dtype, pin_memory=True)
@@ -373,7 +389,8 @@ class Worker:
         masks_RQW = torch.empty(len(sequences), 1 + len(drafts[0]), grammar_MQW.shape[2], dtype=torch.int32)
         for sequence, row_drafts, masks_QW in zip(sequences, drafts, masks_RQW, strict=True):
             assert sequence.grammar is not None
-            for path in self.tree.leaf_paths if row_drafts else [(0,)]:
+            whole = len(row_drafts) == self.num_drafts
+            for path in self.tree.leaf_paths if whole else [tuple(range(1 + len(row_drafts)))]:
                 masks_JW = masks_QW[list(path)]
                 sequence.grammar.fill_masks([row_drafts[place - 1] for place in path[1:]], masks_JW)
                 masks_QW[list(path)] = masks_JW
@@ -390,7 +407,7 @@ class Worker:
     def _rounds(self, kind: SamplingKind) -> Rounds:
         return self.drafter.rounds(sampled=kind is not SamplingKind.GREEDY) if self.drafter else Rounds()
 
-    def _host_row(self, sequence: Sequence) -> HostRow:
+    def _host_row(self, sequence: Sequence, most: int) -> HostRow:
         token_ids = sequence.prompt_ids + sequence.output_ids
         room = sequence.max_total - len(token_ids) - 1
         return HostRow(
@@ -398,7 +415,7 @@ class Worker:
             request_id=sequence.request_id,
             token_ids=token_ids,
             num_prompt=sequence.num_prompt,
-            max_drafts=max(min(sequence.max_drafts, room), 0),
+            max_drafts=max(min(sequence.max_drafts, most, room), 0),
         )
 
     def _write_rows(self, rows: list[int]) -> None:

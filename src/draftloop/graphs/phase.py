@@ -144,6 +144,8 @@ class Phase:
     reason: str = ""
     """Why `modes` is not everything; shown in the coverage report."""
     cost: Cost = Cost()
+    sparse: bool = False
+    """Captured at fewer sizes: it is one of several variants that share the batches."""
     parts: tuple[Phase, ...] = ()
     """Phases of the same table that this one runs in order; see `chain`."""
 
@@ -177,6 +179,7 @@ def chain(name: str, parts: Sequence[Phase]) -> Phase:
         tokens_per_row=parts[0].tokens_per_row,
         modes=frozenset({GraphMode.FULL}),
         max_rows=min(rows, default=None),
+        sparse=any(part.sparse for part in parts),
         reason="a chain of phases is captured whole or not at all",
         parts=tuple(parts),
     )

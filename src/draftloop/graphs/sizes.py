@@ -17,6 +17,8 @@ class Ladders:
     """Row counts of uniform phases. Rows are the unit: nobody divides a token count by 1+K."""
     tokens: Sequence[int]
     """Token counts of ragged phases."""
+    sparse_rows: Sequence[int] = ()
+    """Those of phases that are `sparse`; none: the same."""
     prefill_rows: int
     """Every ragged graph is padded to this many rows."""
 
@@ -46,7 +48,8 @@ class Ladders:
         return f"{rows} rows exceed the largest captured size {self.largest_rows(phase)}"
 
     def _row_sizes(self, phase: Phase) -> list[int]:
-        return [rows for rows in self.rows if phase.max_rows is None or rows <= phase.max_rows]
+        sizes = self.sparse_rows if phase.sparse and self.sparse_rows else self.rows
+        return [rows for rows in sizes if phase.max_rows is None or rows <= phase.max_rows]
 
 
 def _at_least(ladder: Sequence[int], size: int) -> int | None:

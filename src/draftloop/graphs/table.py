@@ -23,6 +23,8 @@ from draftloop.observability.log import get_logger
 
 logger = get_logger(__name__)
 
+TIMED_RUNS = 3
+
 
 class GraphTable:
     """Owns the static buffers, captures every declared phase, and runs phases by name.
@@ -318,6 +320,26 @@ class GraphTable:
         entry.loop.launches += 1
         self.buffers.produced(phase, rows, tokens)
         return entry.loop
+
+    def time_ms(self, name: str, rows: int) -> float:
+        """Milliseconds of a phase over so many padding rows, the best of a few runs; no row of a request is touched."""
+        phase, key = self._states[name].phase, self.key_for(name, rows)
+        tokens = rows * (phase.tokens_per_row or 1)
+        if key is None:
+            self.buffers.pad(phase, (0, 0), (rows, tokens), poison=False)
+            return min(self._time_eager(name, rows, tokens) for _ in range(TIMED_RUNS))
+        self._pad_all(key)
+        program = self._entries[key].program or self._keep(key, self._record(key)).program
+        assert program is not None
+        return min(self.recorder.time_ms(program) for _ in range(TIMED_RUNS))
+
+    @torch.inference_mode()
+    def _time_eager(self, name: str, rows: int, tokens: int) -> float:
+        begin = time.perf_counter()
+        self._call(name, rows, tokens, in_place)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - begin) * 1e3
 
     def _check_inputs(self, phase: Phase, rows: int, tokens: int) -> None:
         """Refuse stale slots; in poison mode, poison what this run may not read."""

@@ -88,10 +88,20 @@ class Attention(torch.nn.Module):
 
         The output is as `residual_linear` returns it, unless a norm follows.
         """
+        q_THD = self.write(x_TC, kv_2PSGD, cos_sin_LD, batch)
+        # allocated here: a piecewise graph breaks at the call, and its next segment reads this memory
+        out_THD = torch.empty_like(q_THD)
+        batch.attend(lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window))
+        out_TE = out_THD.view(-1, self.query_size)
+        out = summed_linear(out_TE, self.o_weight, self.o_bias, self.group, before_norm=self.before_norm)
+        return adapted(out, out_TE, batch.adapters_T, self.o_lora)
+
+    def write(self, x_TC: Tensor, kv_2PSGD: Tensor, cos_sin_LD: Tensor, batch: AttentionBatch) -> Tensor:
+        """Write this pass's keys and values to the cache, and return its queries, [T, heads, head size]."""
         qkv_TE = adapted(linear(x_TC, self.qkv_weight, self.qkv_bias), x_TC, batch.adapters_T, self.qkv_lora)
         if self.whole_norm:
             qkv_TE = self._normed(qkv_TE)
-        q_THD = rope_write(
+        return rope_write(
             qkv_TE,
             batch.positions_T,
             batch.slots_T,
@@ -104,12 +114,6 @@ class Attention(torch.nn.Module):
             k_norm_D=None if self.whole_norm else self.k_norm,
             eps=self.eps,
         )
-        # allocated here: a piecewise graph breaks at the call, and its next segment reads this memory
-        out_THD = torch.empty_like(q_THD)
-        batch.attend(lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window))
-        out_TE = out_THD.view(-1, self.query_size)
-        out = summed_linear(out_TE, self.o_weight, self.o_bias, self.group, before_norm=self.before_norm)
-        return adapted(out, out_TE, batch.adapters_T, self.o_lora)
 
     def _normed(self, qkv_TE: Tensor) -> Tensor:
         """Queries and keys normed over all of their heads."""

@@ -191,6 +191,8 @@ class StepPlan:
 
     chunks: tuple[Chunk, ...]
     decodes: tuple[Sequence, ...]
+    num_drafts: int = 0
+    """Drafts that its decoding rows verify, and make for the step after it, where any of them may have some."""
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.decodes)

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Many
 from draftloop.errors import RequestError
 from draftloop.kvcache.pages import PageAllocator, page_key, root_key
 from draftloop.scheduler.batch import Chunk, Sequence, Stage, StepPlan
+from draftloop.scheduler.drafting import Drafting, FixedDrafts
 
 NOTHING = StepPlan(chunks=(), decodes=())
 
@@ -38,11 +39,14 @@ class Scheduler:
         max_model_len: int,
         num_drafts: int,
         prefix_caching: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
+        """`num_drafts` is the most that a step may draft; `drafting` chooses how many it does, the most by default."""
         self.pages = pages
         self.max_num_batched_tokens, self.max_prefill_rows = max_num_batched_tokens, max_prefill_rows
         self.max_model_len, self.num_drafts = max_model_len, num_drafts
         self.prefix_caching = prefix_caching
+        self.drafting = drafting or FixedDrafts(num_drafts)
         self.waiting: list[Sequence] = []
         """In the order in which they are served."""
         self.running: list[Sequence] = []
@@ -113,7 +117,8 @@ class Scheduler:
                 break
             self.waiting.remove(sequence)
             budget = self._add_chunk(chunks, sequence, budget)
-        return StepPlan(chunks=tuple(chunks), decodes=tuple(decodes))
+        num_drafts = self.drafting.choose(decodes)
+        return StepPlan(chunks=tuple(chunks), decodes=tuple(decodes), num_drafts=num_drafts)
 
     def has_prompt_to_run(self) -> bool:
         """A plan would have chunks of prompts, or make room for one."""

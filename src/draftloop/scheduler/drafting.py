@@ -1,0 +1,278 @@
+"""How many tokens each step drafts: always the same, by the number of rows, or what makes the most tokens per second.
+
+Plain data, no tensors. Whatever chooses keeps its choice for `DWELL` steps, so that rows that come and go do not make
+it flap: the first step of more drafts verifies slots in which nothing was drafted yet, and costs more than it gives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from draftloop.scheduler.batch import Sequence as Request
+
+DWELL = 16
+"""Steps between two changes, at least."""
+MARGIN = 0.01
+"""Another number must promise this much more tokens per second."""
+LOOK_EVERY = 8
+"""Steps of a device loop between two looks at whether another number would be better."""
+
+FIRST_RATE = 0.7
+"""Acceptance of a first draft, before any is known."""
+PRIOR_TRIALS = 4.0
+"""What is supposed of a place counts as much as so many drafts seen there: that it is as good as the place before."""
+WINDOW_TRIALS, WINDOW_STEPS = 256, 32
+"""How much of the past counts: so many drafts, or those of so many steps where that is more."""
+FORGOTTEN_PER_STEP = 1 / 1024
+"""Share of what is known that fades in a step in which nothing is drafted."""
+KNOWN_TRIALS = 8.0
+"""A place of which fewer drafts are remembered may be probed."""
+PROBE_SHARE = 0.01
+"""Of all time, what probing may lose."""
+PROBE_SAVINGS = 4 * DWELL
+"""Steps' worth of time that may be saved up for probing, as a multiple of one step."""
+
+RowClass = tuple[bool, bool]
+"""Sampled, and constrained by a grammar: what acceptance differs by, beside the text."""
+
+
+def row_class(sequence: Request) -> RowClass:
+    return sequence.params.temperature > 0, sequence.grammar is not None
+
+
+class Drafting(ABC):
+    """Chooses the number of drafts of each step."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = tuple(sorted(counts))
+        """Rising."""
+        self.most = self.current = self.counts[-1]
+        self.steps_since_change = DWELL
+        self.num_changes = 0
+        self.steps_by_count: dict[int, int] = dict.fromkeys(self.counts, 0)
+
+    def choose(self, decodes: Sequence[Request]) -> int:
+        """Drafts of the next step, in which these rows decode. Rows whose prompts run do not count."""
+        if len(self.counts) > 1 and any(sequence.speculation for sequence in decodes):
+            self._look(decodes)
+            if self.steps_since_change >= DWELL and (wanted := self._wanted()) != self.current:
+                self._change(wanted)
+        return self.current
+
+    def _change(self, count: int) -> None:
+        self.current = count
+        self.steps_since_change = 0
+        self.num_changes += 1
+
+    def _look(self, decodes: Sequence[Request]) -> None:
+        """Take in which rows decode."""
+
+    @abstractmethod
+    def _wanted(self) -> int:
+        """What the next step would draft if it were free to."""
+
+    def accepted(self, sequence: Request, num_drafted: int, num_accepted: int) -> None:
+        """A row had so many drafts verified, and so many of them stood."""
+
+    def stepped(self, num_rows: int, num_drafts: int, ms: float | None = None) -> None:
+        """A decoding step has come back, and `accepted` has been called for its rows; `ms`: what it took, if known."""
+        self.steps_since_change += 1
+        self.steps_by_count[num_drafts] = self.steps_by_count.get(num_drafts, 0) + 1
+
+    def wants_change(self) -> bool:
+        """A loop of steps that runs now had better end."""
+        return False
+
+
+class FixedDrafts(Drafting):
+    """The same in every step."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__([count])
+
+    def _wanted(self) -> int:
+        return self.current
+
+
+class DraftsByRows(Drafting):
+    """By a table of (fewest rows, most rows, drafts); where that says nothing, the most."""
+
+    def __init__(self, counts: Sequence[int], table: Sequence[Sequence[int]]) -> None:
+        super().__init__(counts)
+        self.table = [(low, high, count) for low, high, count in table]
+        self._num_rows = 0
+
+    def _look(self, decodes: Sequence[Request]) -> None:
+        self._num_rows = len(decodes)
+
+    def _wanted(self) -> int:
+        found = (count for low, high, count in self.table if low <= self._num_rows <= high)
+        return next(found, self.most)
+
+
+# ---- adaptive -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """Milliseconds of a decoding step by (rows, drafts), measured on the captured graphs."""
+
+    ms: Mapping[tuple[int, int], float]
+    sizes: tuple[int, ...] = field(init=False)
+    """The numbers of rows, rising."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(sorted({rows for rows, _ in self.ms})))
+
+    def of(self, num_rows: int, num_drafts: int) -> float:
+        """Of the graph that serves so many rows; past the largest in proportion."""
+        at = bisect_left(self.sizes, num_rows)
+        if at < len(self.sizes):
+            return self.ms[self.sizes[at], num_drafts]
+        return self.ms[self.sizes[-1], num_drafts] * num_rows / self.sizes[-1]
+
+
+class Acceptance:
+    """How often a draft stands, by its place in the chain, given that those before it stood. The past fades."""
+
+    def __init__(self, num_places: int) -> None:
+        self.trials, self.hits = [0.0] * num_places, [0.0] * num_places
+        self._seen = 0.0
+        """Rows since the last fading."""
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        for place in range(min(num_drafted, num_accepted + 1)):
+            self.trials[place] += 1
+            self.hits[place] += place < num_accepted
+        self._seen += 1
+
+    def fade(self) -> None:
+        """After each step."""
+        window = max(WINDOW_TRIALS, WINDOW_STEPS * self._seen)
+        kept = window / (window + self._seen) if self._seen else 1 - FORGOTTEN_PER_STEP
+        self.trials = [count * kept for count in self.trials]
+        self.hits = [count * kept for count in self.hits]
+        self._seen = 0.0
+
+    def rates(self) -> list[float]:
+        rates, before = [], FIRST_RATE
+        for trials, hits in zip(self.trials, self.hits, strict=True):
+            before = (hits + PRIOR_TRIALS * before) / (trials + PRIOR_TRIALS)
+            rates.append(before)
+        return rates
+
+    def expected(self) -> list[float]:
+        """Tokens that a step with 0, 1, .. drafts emits on average."""
+        tokens, reached = [1.0], 1.0
+        for rate in self.rates():
+            reached *= rate
+            tokens.append(tokens[-1] + reached)
+        return tokens
+
+
+class AdaptiveDrafts(Drafting):
+    """What makes the most tokens per second, by measured costs and observed acceptance.
+
+    A place at which nothing was drafted for long is supposed to be as good as the one before it, so that more drafts
+    are tried where that would pay. Where even that would not, they are probed now and then, for `PROBE_SHARE` of the
+    time at most: acceptance may have come back.
+    """
+
+    def __init__(self, counts: Sequence[int], costs: StepCosts) -> None:
+        super().__init__(counts)
+        self.costs = costs
+        self.acceptance: dict[RowClass, Acceptance] = {}
+        self.is_probing = False
+        self._num_rows, self._rows = 0, Counter[tuple[RowClass, int]]()
+        self._extra_ms = 0.0
+        """What a step takes beside its cost: longer contexts, the host. All numbers of drafts share it."""
+        self._savings_ms = 0.0
+
+    def _look(self, decodes: Sequence[Request]) -> None:
+        self._num_rows = len(decodes)
+        self._rows = Counter((row_class(s), s.max_drafts) for s in decodes if s.speculation)
+
+    def _of_class(self, kind: RowClass) -> Acceptance:
+        if kind not in self.acceptance:
+            self.acceptance[kind] = Acceptance(self.most)
+        return self.acceptance[kind]
+
+    def step_ms(self, num_drafts: int) -> float:
+        return self.costs.of(self._num_rows, num_drafts) + self._extra_ms
+
+    def rates(self) -> dict[int, float]:
+        """Tokens per millisecond of the rows last seen, by number of drafts."""
+        expected = {kind: self._of_class(kind).expected() for kind, _ in self._rows}
+        plain = self._num_rows - self._rows.total()
+
+        def tokens(count: int) -> float:
+            drafted = (num * expected[kind][min(count, most)] for (kind, most), num in self._rows.items())
+            return plain + sum(drafted)
+
+        return {count: tokens(count) / self.step_ms(count) for count in self.counts}
+
+    def _wanted(self) -> int:
+        rates = self.rates()
+        best = max(rates, key=lambda count: rates[count])  # of equals the fewest drafts
+        margin = 0.0 if self.is_probing else MARGIN
+        if rates[best] > rates[self.current] * (1 + margin):
+            return best
+        return self._probe(rates)
+
+    def _probe(self, rates: Mapping[int, float]) -> int:
+        """The next larger number, if little is known of it and its price has been saved; else the current one."""
+        larger = [count for count in self.counts if count > self.current]
+        if self.is_probing or not larger or self._is_known(larger[0]):
+            return self.current
+        return larger[0] if self._price_ms(larger[0], rates) <= self._savings_ms else self.current
+
+    def _is_known(self, count: int) -> bool:
+        places = range(self.current, count)
+        return all(
+            min(self._of_class(kind).trials[place] for place in places) >= KNOWN_TRIALS for kind, _ in self._rows
+        )
+
+    def _price_ms(self, count: int, rates: Mapping[int, float]) -> float:
+        """What a stay at that number loses; its first step finds nothing drafted."""
+        loss = 1 - rates[count] / rates[self.current]
+        return self.step_ms(count) * max(DWELL * loss + 1, 0.0)
+
+    def _change(self, count: int) -> None:
+        rates = self.rates()
+        self.is_probing = rates[count] < rates[self.current]
+        if self.is_probing:
+            self._savings_ms -= self._price_ms(count, rates)
+        super()._change(count)
+
+    def accepted(self, sequence: Request, num_drafted: int, num_accepted: int) -> None:
+        if num_drafted:
+            self._of_class(row_class(sequence)).add(num_drafted, num_accepted)
+
+    def stepped(self, num_rows: int, num_drafts: int, ms: float | None = None) -> None:
+        super().stepped(num_rows, num_drafts, ms)
+        for acceptance in self.acceptance.values():
+            acceptance.fade()
+        cost = self.costs.of(num_rows, num_drafts)
+        if ms is not None:
+            seen = min(max(ms - cost, 0.0), 2 * cost)  # a step that was held up says little
+            self._extra_ms += (seen - self._extra_ms) / WINDOW_STEPS
+        self._savings_ms = min(self._savings_ms + PROBE_SHARE * cost, PROBE_SAVINGS * cost)
+
+    def wants_change(self) -> bool:
+        late = self.steps_since_change - DWELL
+        return late >= 0 and late % LOOK_EVERY == 0 and bool(self._rows) and self._wanted() != self.current
+
+
+def describe(drafting: Drafting) -> str:
+    """One line for the start-up log."""
+    counts = ", ".join(map(str, drafting.counts))
+    if isinstance(drafting, AdaptiveDrafts):
+        return f"adaptive, one of {counts}"
+    if isinstance(drafting, DraftsByRows):
+        parts = [f"{count} for {low} to {high} rows" for low, high, count in drafting.table]
+        return "; ".join([*parts, f"else {drafting.most}"])
+    return counts
