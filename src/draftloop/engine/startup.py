@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from draftloop.attention.registry import attention_backend, resolve_attention_name
 from draftloop.config.draft_tree import DraftTree
@@ -25,6 +24,7 @@ from draftloop.distributed.replica import ALONE, Replica
 from draftloop.drafters.base import Drafter, Target, drafter_class, is_of_fewer
 from draftloop.drafters.made_for import warn_of_other_target
 from draftloop.engine.adapters import Adapters, check_adapters
+from draftloop.engine.capture import capture
 from draftloop.engine.check_settings import check_deterministic, check_engines
 from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
@@ -37,8 +37,8 @@ from draftloop.engine.memory import MemoryLedger, make_pool
 from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
 from draftloop.engine.target import outcome_width, target_phases
 from draftloop.engine.worker import Worker
-from draftloop.errors import DraftloopError
-from draftloop.graphs.phase import Key, ModeSetting
+from draftloop.errors import ConfigError, DraftloopError
+from draftloop.graphs.phase import ModeSetting
 from draftloop.graphs.program import Recorder
 from draftloop.graphs.sizes import Ladders
 from draftloop.graphs.table import GraphTable
@@ -309,7 +309,7 @@ def _build(
     loop = make_device_loop(table, iterations, state, resolved.device_loop, group=group)
     ledger.lap("buffers")
     clock.lap("memory")
-    _capture(table, show=show)
+    capture(table, show=show)
     ledger.lap("graphs and workspace")
     clock.lap("capture")
     drafting = make_drafting(spec, drafter, table, sparse_rows)
@@ -396,24 +396,6 @@ def _recorder(device: torch.device, group: Group) -> Recorder:
 
         return CudaRecorder(device, group)
     return TapeRecorder(on_first_use=True)
-
-
-def _capture(table: GraphTable, *, show: bool) -> None:
-    total = 0 if table.recorder.on_first_use else len(table.keys())
-    hide = None if show and total else True  # None: shown on terminals only
-    with (
-        tqdm(total=total, desc="Compiling kernels", disable=hide, leave=False) as warm_bar,
-        tqdm(total=total, desc="Capturing graphs", disable=hide, leave=False) as bar,
-    ):
-
-        def progress(key: Key, total: int) -> None:
-            bar.set_postfix_str(f"{key.phase}, {key.rows} rows, {key.tokens} tokens")
-            bar.update()
-
-        def warmed() -> None:
-            warm_bar.update()
-
-        table.capture(progress, warmed)
 
 
 def _tokenizer(config: EngineConfig, source: ModelSource) -> Any:
