@@ -9,6 +9,8 @@
 #   tp      two GPUs that share a model: the 8B and a 70B shape, with what the GPUs exchange (about 5 minutes)
 #   tp_tests  the GPU tests of several GPUs (about 5 minutes)
 #   dp      two engines on two GPUs that share their experts: their tests, speed, and 2,000 mixed steps (about 10 minutes)
+#   adaptive  no drafts, 1, 2, 3 and 5 of them, and adaptive, at 1 to 256 requests at a time (not run yet; about 8 minutes)
+#   soak    9.5 minutes of mixed traffic, memory and stalls watched
 #   all     bench, start, blocks, quant, sampling, tests
 # Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
 set -uo pipefail
@@ -111,6 +113,36 @@ dp() { # needs two GPUs; not part of all
   engines dp2-qwen3-30b-a3b "${moe[@]}" --steady-steps 300 --mixed-steps 0 --no-compare-with-one
 }
 
+throughput() { # name, then the arguments of `draftloop bench throughput`
+  local name="$1"
+  shift
+  echo "== $name"
+  COLUMNS=140 "$python" -m draftloop bench throughput llama-3.1-8b "$@" --load-format dummy --concurrency 1,8,32,128,256 \
+    --num-requests 512 --prompt-tokens 128 --output-tokens 128 --repeats 1 --max-num-seqs 256 --max-model-len 2048 \
+    --cudagraph-capture-sizes 1,8,32,128,256 --out "$out/$name.json" 2>"$out/$name.log" ||
+    { failed=1; tail -n 20 "$out/$name.log"; }
+}
+
+adaptive() { # of five drafts three tokens a step: each draft stands with the same chance, whatever their number
+  local rates=(0.709 0.5027 0.3564 0.2527 0.1792) count given
+  throughput load-none
+  for count in 1 2 3 5; do
+    given="$(IFS=,; echo "${rates[*]:0:count}")"
+    throughput "load-k$count" -sc "$(load "$count" "$given")}"
+  done
+  throughput load-adaptive -sc "$(load 5 "$(IFS=,; echo "${rates[*]}")"),\"adaptive\":true}"
+}
+
+load() { # drafts, shares of steps that accept each
+  printf '{"method":"eagle3","model":"eagle3-llama-3.1-8b","num_speculative_tokens":%s,' "$1"
+  printf '"rejection_sample_method":"synthetic","synthetic_acceptance_rates":[%s]' "$2"
+}
+
+soak() {
+  "$python" -m draftloop bench soak llama-3.1-8b --load-format dummy --max-num-seqs 32 --max-model-len 2048 \
+    -sc "$eagle3" --minutes "${MINUTES:-9.5}" --out "$out/soak-8b.json" || failed=1
+}
+
 tests() {
   local whole=(tests/train tests/unit/test_bench_latency.py) # these take all of the GPU's memory
   local options=(-m gpu -v --tb=short -rs -p no:cacheprovider -p no:benchmark)
@@ -120,7 +152,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp) "$part" ;;
+  tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp | adaptive | soak) "$part" ;;
   all)
     bench
     start
@@ -130,7 +162,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, adaptive, soak, all" >&2
     exit 2
     ;;
 esac
