@@ -278,7 +278,9 @@ def _preset(target: str, draft_vocab_size: int, max_position_embeddings: int) ->
     return EagleConfig(
         method="eagle3",
         layout="preset",
-        model=replace(model, num_layers=1, tie_word_embeddings=False, max_position_embeddings=max_position_embeddings),
+        model=replace(
+            model.plain(architecture="LlamaForCausalLM", num_layers=1), max_position_embeddings=max_position_embeddings
+        ),
         target_hidden_size=model.hidden_size,
         draft_vocab_size=draft_vocab_size,
         num_aux=NUM_DEFAULT_AUX,
@@ -304,6 +306,7 @@ def _parallel(head: EagleConfig, num_layers: int = 4) -> EagleConfig:
 HEAD_PRESETS: dict[str, EagleConfig] = {
     "eagle3-llama-3.1-8b": _preset("llama-3.1-8b", 32_000, 131_072),
     "eagle3-llama-3.1-70b": _preset("llama-3.1-70b", 32_000, 131_072),
+    "eagle3-qwen3-30b-a3b": _preset("qwen3-30b-a3b", 32_000, 40_960),
     "eagle3-smollm2-135m": _preset("smollm2-135m-shape", 8192, 8192),
     "eagle3-tiny": replace(_preset("tiny", 64, 1024), layer_ids=(0, 1, 2)),
     "peagle-llama-3.1-8b": _parallel(_preset("llama-3.1-8b", 32_000, 131_072)),

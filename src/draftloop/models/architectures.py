@@ -10,6 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from draftloop.errors import ConfigError
+from draftloop.models.experts_config import (
+    MIXTRAL_DEFAULTS,
+    QWEN_DEFAULTS,
+    read_mixtral_experts,
+    read_qwen_experts,
+)
 from draftloop.models.rope_config import RopeConfig, read_rope
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -72,6 +78,22 @@ def _qwen2(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qwen3(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"qkv_bias": _bias(hf), "o_bias": _bias(hf), "qk_norm": True, **_late_windows(hf)}
+
+
+def _qwen3_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
+    slides = hf.get("use_sliding_window", False)
+    return {
+        "qkv_bias": _bias(hf),
+        "o_bias": _bias(hf),
+        "qk_norm": True,
+        "sliding_window": hf.get("sliding_window", 4096) if slides else None,
+        "experts": read_qwen_experts(hf),
+    }
+
+
+def _mixtral(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rope = read_rope(hf, theta=1e6)
+    return {"sliding_window": hf.get("sliding_window"), "rope": rope, "experts": read_mixtral_experts(hf)}
 
 
 def _gemma2(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,6 +242,8 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(read=_mistral),
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": Family(read=_qwen3, defaults={"head_dim": 128}),
+    "Qwen3MoeForCausalLM": Family(read=_qwen3_moe, defaults=QWEN_DEFAULTS),
+    "MixtralForCausalLM": Family(read=_mixtral, defaults=MIXTRAL_DEFAULTS),
     "MiMoForCausalLM": QWEN2,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,

@@ -1,4 +1,4 @@
-"""The shape of a dense decoder, read from a Hugging Face `config.json`. Imports nothing heavy."""
+"""The shape of a decoder, read from a Hugging Face `config.json`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from draftloop.errors import ConfigError, nearest
 from draftloop.models.architectures import ACTIVATIONS, FAMILIES, Activation, LayerNorms, LayerType
+from draftloop.models.experts_config import ExpertsConfig
 from draftloop.models.quantisation import Quantisation, read_quantisation
 from draftloop.models.rope_config import RopeConfig, read_rope
 
@@ -36,7 +37,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder: grouped-query attention, gated MLP, RMSNorm, rotary positions.
+    """A decoder: grouped-query attention, gated MLP or a mixture of them, RMSNorm, rotary positions.
 
     Raises ConfigError where the numbers do not fit together.
     """
@@ -68,6 +69,8 @@ class ModelConfig:
     """Checkpoints hold what norms multiply with less 1."""
     activation: Activation = "silu"
     """Of the MLP's gate."""
+    experts: ExpertsConfig | None = None
+    """MLPs of which each token goes through a few; None: every layer is dense."""
     scale: float | None = None
     """What attention's scores are multiplied by; None: one over the square root of the head size."""
     attention_cap: float = 0.0
@@ -128,6 +131,7 @@ class ModelConfig:
             )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window is {self.sliding_window} in the model's config; it must be >= 1 or null")
+        self._check_experts()
         if self.dtype not in DTYPES:
             raise ConfigError(f"the checkpoint's dtype is {self.dtype!r}; supported: {', '.join(DTYPES)}")
 
@@ -137,6 +141,21 @@ class ModelConfig:
                 f"architecture {self.architecture!r} is not supported{nearest(self.architecture, SUPPORTED)} "
                 f"Supported: {', '.join(SUPPORTED)}"
             )
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            return
+        if self.quantisation is not None:
+            raise ConfigError(
+                f"{self.architecture} has experts, and quantization is {self.quantisation.method!r}; experts of 8 or 4 "
+                "bits are not supported: use plain weights (bfloat16, float16, float32)"
+            )
+        if self.activation != "silu":
+            raise ConfigError(f"hidden_act is {self.activation!r} in the model's config; experts have 'silu' alone")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether one layer's MLP is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def window(self, layer: int) -> int | None:
         """Sliding window of one layer, None where it sees everything."""
@@ -180,10 +199,13 @@ class ModelConfig:
         attention += self.qkv_bias * heads + self.o_bias * hidden
         if self.qk_norm:
             attention += self.head_dim * (self.num_heads + self.num_kv_heads if self.whole_qk_norm else 2)
-        mlp = 3 * hidden * inner + self.mlp_bias * (2 * inner + hidden)
+        mlps = self.num_layers * (3 * hidden * inner + self.mlp_bias * (2 * inner + hidden))
+        if self.experts is not None:
+            mixture = self.experts.num_experts * (3 * hidden * self.experts.inner_size + hidden)
+            mlps = sum(mixture if self.has_experts(layer) else 3 * hidden * inner for layer in range(self.num_layers))
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         norms = hidden * sum(name is not None for name in astuple(self.norms))
-        return self.num_layers * (attention + mlp + norms) + tables + hidden
+        return self.num_layers * (attention + norms) + mlps + tables + hidden
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -325,6 +347,22 @@ PRESETS: dict[str, ModelConfig] = {
         max_position_embeddings=40_960,
         rope=RopeConfig(theta=1_000_000.0),
         qk_norm=True,
+        bos_token_id=151_643,
+        eos_token_ids=(151_645, 151_643),
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        architecture="Qwen3MoeForCausalLM",
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        rope=RopeConfig(theta=1_000_000.0),
+        qk_norm=True,
+        experts=ExpertsConfig(num_experts=128, num_per_token=8, inner_size=768, normalise=True),
         bos_token_id=151_643,
         eos_token_ids=(151_645, 151_643),
     ),
