@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from draftloop.attention.base import AttentionBatch
 from draftloop.attention.sdpa import SdpaBackend
@@ -31,6 +34,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
     "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0],
 }
+EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 7}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,6 +74,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-some-dense": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True},
+    ),
+    "qwen3-moe-window": ("Qwen3Moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 9}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 7}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma2-biases": ("Gemma2", {**GEMMA, "attention_bias": True, "attn_logit_softcapping": None}),
     "gemma3": ("Gemma3", GEMMA),
@@ -128,9 +140,13 @@ def make_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
         vocab_size=131,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=len(settings.get("layer_types") or range(3)),
         num_attention_heads=4,
-        **{"num_key_value_heads": 2, "max_position_embeddings": 256, **settings},
+        **{
+            "num_hidden_layers": len(settings.get("layer_types") or range(3)),
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            **settings,
+        },
     )
     torch.manual_seed(0)
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -195,6 +211,23 @@ def test_logits_equal_transformers(name: str, device: torch.device, tmp_path: Pa
         torch.testing.assert_close(logits, expected.logits[0], atol=tolerance, rtol=0)
         for layer, state in zip((2, 0, 1), aux, strict=True):
             torch.testing.assert_close(state, expected.hidden_states[layer][0], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe-some-dense", "mixtral"])
+@torch.no_grad()
+def test_experts_in_one_tensor_load_like_one_by_one(name: str, tmp_path: Path) -> None:
+    """As transformers 5 holds them, and saves them where it is told to change nothing."""
+    reference = make_reference(name, tmp_path / "one")
+    (tmp_path / "fused").mkdir()
+    shutil.copy(tmp_path / "one" / "config.json", tmp_path / "fused")
+    weights = {name: weight.contiguous() for name, weight in reference.state_dict().items()}
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in weights)
+    save_file(weights, tmp_path / "fused" / "model.safetensors")
+    with safe_open(tmp_path / "one" / "model.safetensors", "pt") as stored:
+        assert any(".experts.0." in name for name in stored.keys())  # noqa: SIM118
+    one, fused = (dict(load(tmp_path / name).named_parameters()) for name in ("one", "fused"))
+    for name, weight in one.items():
+        assert torch.equal(weight, fused[name]), name
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftloop.graphs.phase import Phase
+from draftloop.graphs.phase import Cost, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,21 @@ def _least_s(call: Callable[[], object], on_gpu: bool) -> float:
 
 def floor_ms(phase: Phase, ceiling: Ceiling, *, rows: int, context: float) -> float:
     """Milliseconds that one run needs at `context` tokens per row: weights once, and the cache of every row, or the
-    operations of all tokens, whichever takes longer.
+    operations of all tokens, whichever takes longer. Of experts it needs those that `experts_hit` expects.
 
     Phases wait for each other, so the floor of a chain is the sum of its parts'.
     """
     if phase.parts:
         return sum(floor_ms(part, ceiling, rows=rows, context=context) for part in phase.parts)
     cost, tokens = phase.cost, rows * (phase.tokens_per_row or 1)
-    moved = cost.weight_bytes + rows * context * cost.cache_bytes
+    moved = cost.weight_bytes + experts_hit(cost, tokens) * cost.expert_bytes + rows * context * cost.cache_bytes
     return max(moved / ceiling.bytes_per_s, tokens * cost.flops / ceiling.flops_per_s) * 1e3
+
+
+def experts_hit(cost: Cost, tokens: int) -> float:
+    """Of E experts a layer, how many T tokens that go through k each are expected to hit, if all are as likely and no
+    token knows of another: E * (1 - (1 - k / E) ** T).
+    """
+    if not cost.num_experts:
+        return 0.0
+    return cost.num_experts * (1 - (1 - cost.experts_per_token / cost.num_experts) ** tokens)

@@ -121,11 +121,15 @@ class Cost:
     """What one run of a phase must at least do; the floor of its time follows from it."""
 
     weight_bytes: int = 0
-    """Read once, however many rows run."""
+    """Read once, however many rows run; without experts."""
     cache_bytes: int = 0
     """Read per row and token of context."""
     flops: int = 0
     """Per token that runs."""
+    expert_bytes: int = 0
+    """One expert of every layer that has them, read if any token goes through it."""
+    num_experts: int = 0
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,19 +38,17 @@ def _combine_kernel(
     """One token, one block of columns."""
     token = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = c < SIZE
     if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(PER_TOKEN):
         expert = tl.load(experts_ptr + token * PER_TOKEN + rank)
-        here = (expert >= first) & (expert < first + num_here)
+        size = tl.where((expert >= first) & (expert < first + num_here), SIZE, 0)  # what is not here was not written
         row = (rank * num_tokens + token).to(tl.int64)
-        # what is not here was not written
-        total += tl.load(parts_ptr + row * SIZE + c, mask=live & here, other=0.0)
+        total += tl.load(parts_ptr + row * SIZE + c, mask=c < size, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(out_ptr + token.to(tl.int64) * SIZE + c, total.to(out_ptr.dtype.element_ty), mask=live)
+    tl.store(out_ptr + token.to(tl.int64) * SIZE + c, total.to(out_ptr.dtype.element_ty), mask=c < SIZE)
 
 
 def combine_triton(out_KTC: Tensor, experts_TK: Tensor, router: Router, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,10 @@
-"""Which experts each token goes through, and which tokens each expert gets: in fixed shapes, without a look from the host.
+"""Which experts each token goes through, and which tokens each expert gets: in fixed shapes, never read by the host.
 
 The k experts of T tokens are T * k assignments, numbered token by token: token t's expert of rank j is t * k + j. They
-are listed expert by expert, in their order within one, so that whoever computes an expert finds its tokens side by side.
+are listed expert by expert, within one by token, so that whoever computes an expert finds its tokens side by side.
 
-Shape suffixes: T tokens, C hidden size, E experts, X splits of a sum, K experts per token, A = T * K assignments, G groups.
+Shape suffixes: T tokens, C hidden size, E experts, X splits of a sum, K experts per token, A = T * K assignments,
+G groups.
 """
 
 from __future__ import annotations
@@ -118,9 +119,10 @@ def _route_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # rows past the last are even, so that nothing in them is infinite
     x = tl.where(t_live[:, None] | ~e_live[None, :], x, 0.0)
-    p = tl.exp(x - tl.max(x, 1)[:, None])
     # what is no number comes last, but before experts that do not exist; of equals the first
-    order = order_of(tl.where(x == x, x, float("-inf")))
+    number = tl.where(x == x, x, float("-inf"))
+    p = tl.exp(x - tl.max(number, 1)[:, None])
+    order = order_of(number)
     key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - e).to(tl.int64)[None, :]
     key = tl.where(e_live[None, :], key, -0x7FFFFFFFFFFFFFFF)
     rank = tl.full([BLOCK_T, BLOCK_E], -1, tl.int32)
@@ -149,9 +151,7 @@ def _route_kernel(
 
 
 @jit("num_assignments")
-def _sort_kernel(
-    experts_ptr, order_ptr, groups_ptr, num_assignments, first, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _sort_kernel(experts_ptr, order_ptr, groups_ptr, num_assignments, first, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One expert: the places of its assignments."""
     g = tl.program_id(0)
     expert = first + g

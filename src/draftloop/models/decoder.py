@@ -128,8 +128,11 @@ class Decoder(torch.nn.Module, ABC):
         """Called once a checkpoint's weights are in their places."""
 
     @abstractmethod
-    def destinations(self) -> dict[str, Destination]:
-        """Hugging Face tensor name -> the weight, or part of a fused one, that it fills."""
+    def destinations(self, names: Iterable[str] = ()) -> dict[str, Destination]:
+        """Hugging Face tensor name -> the weight, or part of a fused one, that it fills.
+
+        `names` are those that a checkpoint has, for weights that are stored in more than one way.
+        """
 
     def needless(self, names: Iterable[str]) -> set[str]:
         """Those of a checkpoint's tensors that the decoder does well without."""

@@ -1,4 +1,6 @@
-"""The dense decoder: Llama, and by configuration what differs from it little (see models/architectures.py).
+"""The plain decoder: Llama, and by configuration what differs from it little (see models/architectures.py).
+
+Mixtures of experts are among that: their layers have a router and experts in the place of the MLP (models/moe.py).
 
 Shape suffixes: T tokens in the pass, C hidden size, V vocabulary, L positions or layers (`kv_L2PSGD`), P pages,
 S tokens per page, G key/value heads, D head size.
@@ -7,6 +9,7 @@ S tokens per page, G key/value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,11 +17,13 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from draftloop.distributed.group import ALONE, Group
 from draftloop.errors import ConfigError
+from draftloop.graphs.phase import Cost
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attention_shapes, cache_specs, capped
 from draftloop.models.layers import DecoderLayer, norm_dtype, parameter
+from draftloop.models.moe import MixtureOfExperts, are_fused
 from draftloop.models.rope import cos_sin_table
 from draftloop.models.shards import Slices, head_logits, num_vocabulary_rows, shard, vocabulary
 from draftloop.models.weights import Destination
@@ -135,8 +140,26 @@ class DenseDecoder(Decoder):
             for layer in self.decoder_layers:
                 layer.attention.turn_halves(int(self.config.head_dim * self.config.rope.share))
 
-    def destinations(self) -> dict[str, Destination]:
-        prefix = self.config.tensor_prefix
+    def cost(self) -> Cost:
+        """Of experts, those that tokens go through: how many differ is for who knows the number of tokens."""
+        cost, experts = super().cost(), self.config.experts
+        if experts is None:
+            return cost
+        per_expert = sum(
+            layer.mlp.expert_size for layer in self.decoder_layers if isinstance(layer.mlp, MixtureOfExperts)
+        )
+        expert_bytes = per_expert * self.embed_tokens.dtype.itemsize
+        return replace(
+            cost,
+            weight_bytes=cost.weight_bytes - experts.num_experts * expert_bytes,
+            flops=cost.flops - 2 * (experts.num_experts - experts.num_per_token) * per_expert,
+            expert_bytes=expert_bytes,
+            num_experts=experts.num_experts,
+            experts_per_token=experts.num_per_token,
+        )
+
+    def destinations(self, names: Iterable[str] = ()) -> dict[str, Destination]:
+        prefix, fused = self.config.tensor_prefix, are_fused(names)
         found: dict[str, Destination] = {
             f"{prefix}embed_tokens.weight": self.embed_tokens.data[: self.config.vocab_size],
             f"{prefix}norm.weight": self.final_norm.data,
@@ -146,7 +169,7 @@ class DenseDecoder(Decoder):
                 self.lm_head.data, self.slices.get("lm_head")
             )
         for index, layer in enumerate(self.decoder_layers):
-            found |= layer.destinations(f"{prefix}layers.{index}")
+            found |= layer.destinations(f"{prefix}layers.{index}", fused_experts=fused)
         return found
 
     def needless(self, names: Iterable[str]) -> set[str]:

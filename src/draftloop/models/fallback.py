@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ class FallbackDecoder(Decoder):
         logits_1TV = head(inputs_embeds=hidden_TC[None], use_cache=False, return_dict=True).logits
         return capped(logits_1TV[0].to(hidden_TC.dtype), None, out_TV)  # some models' code makes them fp32
 
-    def destinations(self) -> dict[str, Destination]:
+    def destinations(self, names: Iterable[str] = ()) -> dict[str, Destination]:
         return {name: weight.data for name, weight in self.model.named_parameters()}
 
     @torch.inference_mode()

@@ -66,9 +66,9 @@ def fill_from_files(
 ) -> Loaded:
     """Fill every weight. Raises ConfigError for tensors that are missing, unexpected or of another shape or type."""
     begin = time.perf_counter()
-    destinations = model.destinations()
     device = model.embed_tokens.device
     with open_tensors(files, quantisation) as tensors:
+        destinations = model.destinations(tensors.shapes)
         skipped = model.needless(tensors.shapes) | mtp_tensors(tensors.shapes, model.config.num_layers)
         zero_biases = _needless_of_quantised(tensors, destinations)
         skipped |= zero_biases | {name for name in tensors.shapes if name.endswith(CACHE_SCALES)}

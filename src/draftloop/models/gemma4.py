@@ -302,7 +302,7 @@ class Gemma4Decoder(Decoder):
         own = 0 if self.own_embed_tokens is None else self.own_embed_tokens.numel()
         return super().num_looked_up + own
 
-    def destinations(self) -> dict[str, Destination]:
+    def destinations(self, names: Iterable[str] = ()) -> dict[str, Destination]:
         prefix = self.gemma.tensor_prefix
         found: dict[str, Destination] = {
             f"{prefix}embed_tokens.weight": self.embed_tokens.data,

@@ -19,6 +19,7 @@ from draftloop.kernels.quantised import QuantisedWeight
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.models.config import ModelConfig
+from draftloop.models.moe import MixtureOfExperts
 from draftloop.models.shards import Division, Slices, joined, share, summed_linear
 from draftloop.models.weights import Destination, Memory, linear_weight, parameter, sharded, split_rows
 
@@ -226,7 +227,10 @@ def norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 class DecoderLayer(torch.nn.Module):
-    """Attention and MLP, with norms before or after them; those before also add to the residual stream."""
+    """Attention and MLP (or a mixture of those), with norms before or after them.
+
+    Norms before them also add to the residual stream.
+    """
 
     def __init__(
         self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype, group: Group = ALONE
@@ -242,7 +246,11 @@ class DecoderLayer(torch.nn.Module):
         self.input_norm, self.attended_norm = norm(self.norms.before_attention), norm(self.norms.after_attention)
         self.post_norm, self.output_norm = norm(self.norms.before_mlp), norm(self.norms.after_mlp)
         self.attention = Attention(config, layer, device=device, dtype=dtype, group=group)
-        self.mlp = GatedMLP(config, layer, device=device, dtype=dtype, group=group)
+        self.mlp: GatedMLP | MixtureOfExperts
+        if config.has_experts(layer):
+            self.mlp = MixtureOfExperts(config, device=device, dtype=dtype)
+        else:
+            self.mlp = GatedMLP(config, layer, device=device, dtype=dtype, group=group)
 
     def forward(
         self,
@@ -283,8 +291,9 @@ class DecoderLayer(torch.nn.Module):
             out = rms_norm(out, norm, self.eps)
         return out if self.multiplier == 1 else out * self.multiplier
 
-    def destinations(self, prefix: str) -> dict[str, Destination]:
-        """Checkpoint tensor name -> the weight, or part of one, that it fills."""
+    def destinations(self, prefix: str, *, fused_experts: bool = False) -> dict[str, Destination]:
+        """Checkpoint tensor name -> the weight, or part of one, that it fills; `fused_experts`: see models/moe.py."""
+        mlp = self.mlp
         norms = {
             self.norms.before_attention: self.input_norm,
             self.norms.after_attention: self.attended_norm,
@@ -294,5 +303,9 @@ class DecoderLayer(torch.nn.Module):
         return {
             **{f"{prefix}.{name}.weight": norm for name, norm in norms.items() if norm is not None},
             **self.attention.destinations(f"{prefix}.self_attn"),
-            **self.mlp.destinations(f"{prefix}.mlp"),
+            **(
+                mlp.destinations(prefix, fused=fused_experts)
+                if isinstance(mlp, MixtureOfExperts)
+                else mlp.destinations(f"{prefix}.mlp")
+            ),
         }

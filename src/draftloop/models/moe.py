@@ -5,6 +5,8 @@ Shape suffixes: T tokens in the pass, C hidden size, E experts, I inner size of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -32,13 +34,13 @@ class MixtureOfExperts(torch.nn.Module):
         self.gate_up_weight = make(num_here, 2 * inner, hidden)
         self.down_weight = make(num_here, hidden, inner)
 
-    def forward(self, x_TC: Tensor) -> Tensor:
-        """[T, C] -> what `residual_linear` returns."""
+    def forward(self, x_TC: Tensor, adapters_T: Tensor | None = None) -> Tensor:
+        """[T, C] -> what `residual_linear` returns. Adapters have no part in experts."""
         logits = router_logits(x_TC, self.router_weight)
         return experts(x_TC, logits, self.gate_up_weight, self.down_weight, self.router)
 
     @property
-    def expert_weights(self) -> int:
+    def expert_size(self) -> int:
         """Weights of one expert."""
         return (self.gate_up_weight.numel() + self.down_weight.numel()) // self.router.num_here
 
@@ -62,6 +64,6 @@ class MixtureOfExperts(torch.nn.Module):
         return found
 
 
-def is_fused(names: set[str]) -> bool:
+def are_fused(names: Iterable[str]) -> bool:
     """Whether a checkpoint with these tensors has all experts of a layer in one."""
     return any(name.endswith(".experts.gate_up_proj") for name in names)
