@@ -1,4 +1,4 @@
-"""Routing and grouped kernels of a mixture of experts: in Triton's interpreter without a GPU, for real with `-m gpu`."""
+"""Routing and grouped kernels of mixtures of experts: in Triton's interpreter without a GPU, for real with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_is_no_number_leads_to_experts_that_exist(device: torch.device, tok
         assert torch.equal(routes.experts_TK[2:], clean.experts_TK[2:])
         torch.testing.assert_close(routes.weights_TK[2:], clean.weights_TK[2:])
         assert all(len(set(chosen)) == 3 and set(chosen) <= set(range(5)) for chosen in routes.experts_TK.tolist())
-        assert sorted(sum(grouped(routes).values(), [])) == list(range(3 * tokens))
+        assert sorted(a for group in grouped(routes).values() for a in group) == list(range(3 * tokens))
 
 
 def test_of_equal_experts_the_first_ones_are_chosen(device: torch.device) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -79,6 +81,16 @@ def test_a_floor_is_bytes_or_operations_whichever_takes_longer():
     assert floor_ms(verify, CEILING, rows=10, context=1000) == pytest.approx(5.0)
     both = chain("both", [verify, replace(decode, name="decode")])
     assert floor_ms(both, CEILING, rows=10, context=1000) == pytest.approx(7.0)
+
+
+def test_a_floor_counts_the_experts_that_are_expected_to_be_hit():
+    cost = {"expert_bytes": 1_000_000, "num_experts": 128, "experts_per_token": 8}
+    one = phase("decode", 1, **cost)
+    assert floor_ms(one, CEILING, rows=1, context=0) == pytest.approx(8.0)
+    source = random.Random(0)
+    hit = [len({e for _ in range(6) for e in source.sample(range(128), 8)}) for _ in range(4000)]
+    assert floor_ms(replace(one, tokens_per_row=6), CEILING, rows=1, context=0) == pytest.approx(fmean(hit), rel=0.01)
+    assert floor_ms(one, CEILING, rows=10_000, context=0) == pytest.approx(128.0)
 
 
 def test_what_has_no_floor_has_no_ratio():

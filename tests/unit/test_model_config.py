@@ -10,6 +10,7 @@ import pytest
 
 from draftloop.errors import ConfigError
 from draftloop.models.config import ARCHITECTURES, PRESETS, ModelConfig
+from draftloop.models.experts_config import ExpertsConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -68,6 +69,38 @@ def test_sliding_windows_follow_the_architecture() -> None:
     ]
 
 
+def test_layers_with_experts_follow_the_architecture() -> None:
+    def layers(config: ModelConfig) -> list[bool]:
+        return [config.has_experts(layer) for layer in range(config.num_layers)]
+
+    qwen3 = of("Qwen3MoeForCausalLM")
+    assert layers(qwen3) == [True] * 3
+    assert qwen3.experts == ExpertsConfig(num_experts=128, num_per_token=8, inner_size=768)
+    assert layers(of("Qwen3MoeForCausalLM", decoder_sparse_step=2)) == [False, True, False]
+    assert layers(of("Qwen3MoeForCausalLM", mlp_only_layers=[0])) == [False, True, True]
+    assert of("Qwen3MoeForCausalLM", mlp_only_layers=[0, 1, 2]).experts is None
+    mixtral = of("MixtralForCausalLM")
+    assert layers(mixtral) == [True] * 3
+    assert mixtral.experts is not None
+    assert (mixtral.experts.num_experts, mixtral.experts.num_per_token, mixtral.experts.normalise) == (8, 2, True)
+    assert mixtral.experts.inner_size == LLAMA["intermediate_size"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_experts_per_tok": 9, "num_experts": 4}, "num_experts_per_tok is 9 in the model's config; there are 4"),
+        ({"moe_intermediate_size": 0}, "inner_size of the experts is 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "experts have 'silu' alone"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "experts of 8 or 4 bits are not supported"),
+    ],
+)
+def test_experts_that_cannot_be_run_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        of("Qwen3MoeForCausalLM", **settings)
+
+
 def test_eos_may_be_one_id_or_several() -> None:
     assert of("LlamaForCausalLM", eos_token_id=2).eos_token_ids == (2,)
     assert of("LlamaForCausalLM", eos_token_id=[2, 3]).eos_token_ids == (2, 3)
@@ -119,6 +152,7 @@ def test_layer_types_must_fit() -> None:
         ("llama-3.1-8b", 8.03),
         ("llama-3.2-1b", 1.236),
         ("qwen3-8b", 8.19),
+        ("qwen3-30b-a3b", 30.53),
         ("smollm2-135m-shape", 0.1345),
         ("tiny", 0.0001),
     ],
