@@ -11,6 +11,7 @@
 #   dp      two engines on two GPUs that share their experts: their tests, speed, and 2,000 mixed steps (about 10 minutes)
 #   adaptive  no drafts, 1, 2, 3 and 5 of them, and adaptive, at 1 to 256 requests at a time (not run yet; about 8 minutes)
 #   soak    9.5 minutes of mixed traffic, memory and stalls watched
+#   moe     a mixture of experts, Qwen3-30B-A3B's shape: decoding, and with drafts (about 2 minutes)
 #   all     bench, start, blocks, quant, sampling, tests
 # Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
 set -uo pipefail
@@ -143,6 +144,13 @@ soak() {
     -sc "$eagle3" --minutes "${MINUTES:-9.5}" --out "$out/soak-8b.json" || failed=1
 }
 
+moe() { # a mixture of experts, plain and with drafts
+  local drafts
+  drafts="$(drafter eagle3 eagle3-qwen3-30b-a3b 5 3.5)"
+  latency none-qwen3-30b-a3b qwen3-30b-a3b $(rows 32 1,8,32)
+  latency eagle3-qwen3-30b-a3b qwen3-30b-a3b $(rows 32 1,8,32) -sc "$drafts"
+}
+
 tests() {
   local whole=(tests/train tests/unit/test_bench_latency.py) # these take all of the GPU's memory
   local options=(-m gpu -v --tb=short -rs -p no:cacheprovider -p no:benchmark)
@@ -153,6 +161,7 @@ tests() {
 
 case "$part" in
   tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp | adaptive | soak) "$part" ;;
+  tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp | moe) "$part" ;;
   all)
     bench
     start
@@ -163,6 +172,7 @@ case "$part" in
     ;;
   *)
     echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, adaptive, soak, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, moe, all" >&2
     exit 2
     ;;
 esac

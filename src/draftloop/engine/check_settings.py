@@ -21,6 +21,11 @@ def check_engines(config: EngineConfig, model_config: ModelConfig, num_engines: 
             f"enable_expert_parallel is set, but {config.model} has no experts; leave it out: its engines then share "
             "nothing but the requests"
         )
+    if config.enable_expert_parallel:
+        raise ConfigError(
+            f"enable_expert_parallel is set, but experts of {config.model} are not divided yet; leave it out: each "
+            "engine of data_parallel_size then has all of them"
+        )
 
 
 def check_deterministic(config: EngineConfig, model_config: ModelConfig, device_type: str) -> None:
