@@ -35,6 +35,8 @@ from draftloop.errors import ConfigError
 from draftloop.request import SamplingParams
 from draftloop.scheduler.batch import Sequence as Request
 
+WAVES = 4
+"""Requests for each that is open at a time."""
 PERCENTILES = (50, 90, 99)
 LATENCIES = {"ttft_ms": "to first token", "tpot_ms": "per token after it", "request_ms": "whole request"}
 
@@ -43,7 +45,7 @@ def run_throughput(
     config: EngineConfig,
     *,
     concurrency: Sequence[int],
-    num_requests: int,
+    num_requests: int | None,
     prompts: str | None,
     prompt_tokens: int,
     params: SamplingParams,
@@ -53,15 +55,18 @@ def run_throughput(
 ) -> Path:
     """Measure, print tables, write the numbers (and a picture where matplotlib is), return the file.
 
-    `prompts` names a set, None are random ids. Raises ConfigError if prompt and answer do not fit the model.
+    `num_requests`: at each concurrency; None are `WAVES` for each that is open. `prompts` names a set, None are
+    random ids. Raises ConfigError if prompt and answer do not fit the model.
     """
     assert params.max_tokens is not None
     llm = LLM.from_config(config)
     try:
-        ids = _prompts(llm, prompts, num_requests, prompt_tokens, params.max_tokens)
+        most = num_requests or WAVES * max(concurrency)
+        all_ids = _prompts(llm, prompts, most, prompt_tokens, params.max_tokens)
         ceiling = engine_ceiling(llm)
         rows = ceiling_rows(ceiling)
         for rows_at_once in tqdm(concurrency, desc="Concurrency"):
+            ids = all_ids[: num_requests or WAVES * rows_at_once]
             serve(llm, ids[:rows_at_once], params, rows_at_once)  # warms up, compiles what start-up did not
             llm.reset_graph_counts()
             llm.reset_prefix_cache()

@@ -86,7 +86,7 @@ def throughput(
     values: dict[str, Any],
     *,
     concurrency: Annotated[tuple[int, ...], NUMBERS] = (1, 8, 32),
-    num_requests: int = 64,
+    num_requests: int | None = None,
     prompts: str | None = None,
     prompt_tokens: int = 512,
     output_tokens: int = 128,
@@ -102,7 +102,7 @@ def throughput(
     concurrency:
         Requests that are open at the same time, such as 1,8,32; --max-num-seqs is raised to the largest.
     num_requests:
-        Requests that are answered at each of them.
+        Requests that are answered at each of them; left out, four for each that is open.
     prompts:
         A set of prompts, again and again: mt_bench, humaneval, gsm8k; left out, random ids.
     prompt_tokens:
