@@ -30,6 +30,7 @@ def block_config(
     max_len: int = MAX_LEN,
     sliding: tuple[int, ...] = (),
     causal: tuple[int, ...] = (),
+    sinks: tuple[bool, ...] = (),
     **changes: Any,
 ) -> DFlashConfig:
     """A drafter for the tiny target with blocks of 8, head norms and two aux states; layers by number slide."""
@@ -50,6 +51,7 @@ def block_config(
         qk_norm=True,
         sliding_window=WINDOW if sliding else None,
         layer_types=kinds if sliding else (),
+        sinks=sinks,
         dtype="float32",
     )
     base = {
@@ -128,6 +130,8 @@ def block_json(config: DFlashConfig, layout: str) -> dict[str, Any]:
         return {"architectures": ["Qwen3DSparkModel"], **plain, **layers, **top, "num_anchors": 512}
     if model.sliding_window is not None:
         nested["causal"] = any(config.causal_layers)
+    if any(model.sinks):
+        nested["attention_sink_bias"] = True
     if layout == "specforge":
         nested |= {"projector_type": "dspark", **extra}
     top = {"architectures": ["DFlashDraftModel"], "block_size": config.block_size}
@@ -165,10 +169,11 @@ def mask_row(config: DFlashConfig) -> Tensor:
     return torch.randn(config.model.hidden_size, generator=torch.Generator().manual_seed(17))
 
 
-def wide_block_config(method: str = "dflash") -> DFlashConfig:
+def wide_block_config(method: str = "dflash", *, sinks: tuple[bool, ...] = ()) -> DFlashConfig:
     """A drafter for the tiny target made 256 wide, which every kernel takes."""
-    return block_config(method, layers=2, width=256, head_dim=64)
+    return block_config(method, layers=2, width=256, head_dim=64, sinks=sinks)
 
 
-def wide_block(method: str = "dflash") -> str:
-    return tiny_block(f"wide-{method}", wide_block_config(method), layout="speculators")
+def wide_block(method: str = "dflash", *, sinks: tuple[bool, ...] = ()) -> str:
+    name = f"wide-{method}-sinks" if sinks else f"wide-{method}"
+    return tiny_block(name, wide_block_config(method, sinks=sinks), layout="speculators")

@@ -82,7 +82,11 @@ class BlockReference:
             k, v = (torch.cat(pair).repeat_interleave(group, 1) for pair in zip(context[layer], (k, v), strict=True))
             scores = torch.einsum("qhd,khd->hqk", q, k) * model.head_dim**-0.5
             scores = scores.masked_fill(~self.seen(layer, count, num_slots), float("-inf"))
-            out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+            weights = scores.softmax(-1)
+            if (sinks := self.w.get(f"{name}self_attn.attention_sink_bias")) is not None:
+                # each head's weights add up to what its sink leaves of 1
+                weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks.exp()[:, None, None])
+            out = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
             x = x + out @ self.w[f"{name}self_attn.o_proj.weight"].T
             y = norm(x, self.w[f"{name}post_attention_layernorm.weight"], self.eps)
             gate, up, down = (self.w[f"{name}mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))

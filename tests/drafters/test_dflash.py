@@ -28,6 +28,8 @@ CONFIGS: dict[str, DFlashConfig] = {
     "two_layers": block_config(layers=2),
     "sliding": block_config(layers=2, sliding=(0, 1)),
     "mixed_causal": block_config(layers=3, sliding=(0, 2), causal=(0, 2)),
+    "sinks": block_config(layers=2, sinks=(True, True)),
+    "sliding_sinks": block_config(layers=3, sliding=(0, 2), causal=(0, 2), sinks=(True, False, True)),
     "plain_heads": replace(BASE, model=replace(BASE.model, qk_norm=False)),
     "fused_qkv": replace(block_config(layers=2), fused_qkv=True),
     "own_tables": replace(BASE, own_embeddings=True, own_head=True),
@@ -89,7 +91,7 @@ def test_drafts_are_the_references_after_every_step(name):
     assert longest > 2 * WINDOW
 
 
-@pytest.mark.parametrize("name", ["two_layers", "mixed_causal"])
+@pytest.mark.parametrize("name", ["two_layers", "mixed_causal", "sliding_sinks"])
 def test_context_and_block_are_the_references_number_by_number(name):
     """Keys and values of accepted positions, however they came to be accepted, and what the output head reads."""
     llm = drafting(name, forced=3.0, max_num_batched_tokens=24, cudagraph_mode="FULL", poison=True)
@@ -121,9 +123,10 @@ def test_context_and_block_are_the_references_number_by_number(name):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_reference_holds_on_each_device(device):
+@pytest.mark.parametrize("sinks", [(), (True, True)], ids=["plain", "sinks"])
+def test_the_reference_holds_on_each_device(device, sinks):
     """A drafter that every kernel takes. On a GPU, sums in another order may tip a close choice."""
-    target, config = tiny_model("wide", hidden=256), wide_block_config()
+    target, config = tiny_model("wide", hidden=256), wide_block_config(sinks=sinks)
     llm = make_engine(
         target,
         device=device,
@@ -133,7 +136,7 @@ def test_the_reference_holds_on_each_device(device):
         device_loop="off",
         speculative_config={
             "method": "dflash",
-            "model": wide_block(),
+            "model": wide_block(sinks=sinks),
             "num_speculative_tokens": K,
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": 3.0,

@@ -35,6 +35,7 @@ class Case:
     causal: bool = True
     window: int | None = None
     soft_cap: float = 0.0
+    sinks: bool = False
     uniform: bool = False
     padding: int = 0
     """Tokens past the last entry's."""
@@ -56,8 +57,16 @@ def dense(q_QHD: Tensor, k_SGD: Tensor, v_SGD: Tensor, case: Case) -> Tensor:
             score = k_SGD[first:last, kv_head].float() @ q_QHD[i, head].float() / math.sqrt(case.head_dim)
             if case.soft_cap:
                 score = case.soft_cap * torch.tanh(score / case.soft_cap)
-            out[i, head] = torch.softmax(score, 0) @ v_SGD[first:last, kv_head].float()
+            if case.sinks:  # one more score, whose weight goes to no value
+                score = torch.cat([score, sinks(case)[head][None]])
+            weight = torch.softmax(score, 0)[: last - first]
+            out[i, head] = weight @ v_SGD[first:last, kv_head].float()
     return out
+
+
+def sinks(case: Case) -> Tensor:
+    """[H]: some that take nearly all of a head's attention, and some nearly nothing."""
+    return torch.linspace(-4, 6, case.heads)
 
 
 def make(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, AttentionBatch, Tensor]:
@@ -110,6 +119,7 @@ def backend(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> 
         dtype=dtype,
         kv_dtype=dtype,
         soft_cap=case.soft_cap,
+        sinks=case.sinks,
     )
     cls = attention_backend(name, device.type)
     if name == "flashinfer" and device.type == "cpu":

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from attention_cases import TOLERANCE, Case, backend, make
+from attention_cases import TOLERANCE, Case, backend, make, sinks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import fake_flashinfer
 from draftloop.attention.base import AttentionShape
 from draftloop.attention.registry import attention_backend
 from draftloop.errors import ConfigError
 from draftloop.graphs.tape import TapeRecorder
+from draftloop.kernels.native import ops as native
 from draftloop.kernels.paged_attention import choose_tiles, paged_attention_triton
 
 
@@ -27,8 +31,10 @@ def check(
             dtype = torch.bfloat16
     q, kv, batch, expected = make(case, device, dtype)
     out = torch.full_like(q, float("nan"))
+    sinks_H = sinks(case).to(device) if case.sinks else None
     if num_splits is None:
-        backend(name, case, device, dtype).attend(q, kv, batch, out, sliding_window=case.window)
+        found = backend(name, case, device, dtype)
+        found.attend(q, kv, batch, out, sliding_window=case.window, sinks_H=sinks_H)
     else:
         query_len = batch.max_query_len if batch.uniform else 0
         tiles = choose_tiles(
@@ -54,6 +60,7 @@ def check(
             causal=batch.causal,
             window=case.window or 0,
             scale=case.head_dim**-0.5,
+            sinks_H=sinks_H,
             num_sms=1,
             tiles=replace(tiles, num_splits=num_splits),
         )
@@ -92,6 +99,22 @@ def test_scores_are_capped(
         check(name, Case(lens=lens, window=window, soft_cap=soft_cap, uniform=lens is UNIFORM), device)
 
 
+@pytest.mark.parametrize("name", ["sdpa", "triton"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "block"])
+@pytest.mark.parametrize("lens", [UNIFORM, RAGGED], ids=["uniform", "ragged"])
+def test_heads_have_sinks(
+    name: str, device: torch.device, lens: tuple[tuple[int, int], ...], causal: bool, window: int | None
+) -> None:
+    """Also where scores are capped, and where blocks are too long for the C kernel: RAGGED has one of 37 tokens."""
+    case = Case(lens=lens, causal=causal, window=window, sinks=True, uniform=lens is UNIFORM)
+    check(name, case, device)
+    check(name, replace(case, soft_cap=2.0), device)
+    if name == "sdpa":
+        with native.switched_off():
+            check(name, case, device)
+
+
 @NAMES
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=["group1", "group4", "group8"])
@@ -125,9 +148,9 @@ def test_half_precision(name: str, device: torch.device) -> None:
 def test_splits(device: torch.device, lens: tuple[tuple[int, int], ...], num_splits: int) -> None:
     """Short rows leave splits empty; rows without keys leave all of them empty."""
     uniform = lens[0][0] == lens[1][0]
-    for window in (None, 20):
-        check("triton", Case(lens=lens, uniform=uniform, window=window, padding=0 if uniform else 2), device,
-              num_splits=num_splits)  # fmt: skip
+    for window, has_sinks in ((None, False), (20, False), (20, True)):
+        case = Case(lens=lens, uniform=uniform, window=window, sinks=has_sinks, padding=0 if uniform else 2)
+        check("triton", case, device, num_splits=num_splits)
 
 
 @NAMES
@@ -205,6 +228,11 @@ def test_model_shapes(name: str, dtype: torch.dtype, heads: int, kv_heads: int, 
             check(name, Case(lens=lens, uniform=True, page_size=page_size, **shape), device, dtype)
     check(name, Case(lens=((200, 300), (6, 500), (1, 90), (130, 130)), padding=15, **shape), device, dtype)
     check(name, Case(lens=((200, 300), (6, 500)), window=100, **shape), device, dtype)
+    if name != "flashinfer":
+        for causal in (True, False):
+            case = Case(lens=((16, 700), (16, 0), (16, 64)), uniform=True, causal=causal, sinks=True, **shape)
+            check(name, case, device, dtype)
+            check(name, replace(case, window=100), device, dtype)
 
 
 @pytest.mark.gpu
@@ -230,6 +258,11 @@ def test_replays_follow_device_lengths(uniform: bool) -> None:
         assert not out.isnan().any()
 
 
+SHAPE = AttentionShape(
+    num_heads=4, num_kv_heads=2, head_dim=64, scale=1.0, page_size=16, dtype=torch.float32, kv_dtype=torch.float32
+)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -240,13 +273,10 @@ def test_replays_follow_device_lengths(uniform: bool) -> None:
     ],
 )
 def test_triton_refuses_what_it_has_no_kernel_for(change: dict, message: str) -> None:
-    good = AttentionShape(
-        num_heads=4, num_kv_heads=2, head_dim=64, scale=1.0, page_size=16, dtype=torch.float32, kv_dtype=torch.float32
-    )
     triton = attention_backend("triton", "cuda")
-    triton.check(good, "cuda")
+    triton.check(SHAPE, "cuda")
     with pytest.raises(ConfigError, match=message):
-        triton.check(replace(good, **change), "cuda")
+        triton.check(replace(SHAPE, **change), "cuda")
 
 
 def test_triton_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +308,15 @@ def test_sdpa_refuses_another_cache_dtype() -> None:
     )
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         attention_backend("sdpa", "cpu").check(shape, "cpu")
+
+
+def test_flashinfer_has_no_sinks() -> None:
+    """Said before any weights are loaded."""
+    fake = mock.patch.dict(sys.modules, flashinfer=fake_flashinfer)
+    with fake, pytest.raises(ConfigError, match=r"does not support attention sinks.* use attention backend triton"):
+        attention_backend("flashinfer", "cuda").check(
+            replace(SHAPE, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, sinks=True), "cuda"
+        )
 
 
 def test_names() -> None:

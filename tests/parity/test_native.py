@@ -179,6 +179,7 @@ def attention_batch(data: st.DataObject) -> tuple[list, dict]:
         "window": data.draw(st.just(0) | st.integers(1, 70)),
         "scale": head_dim**-0.5,
         "soft_cap": data.draw(st.sampled_from([0.0, 0.5, 50.0])),
+        "sinks_H": torch.randn(heads) * 4 if data.draw(st.booleans()) else None,
     }
     tensors = [q, kv, rows, torch.tensor(starts, dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32), table]
     return tensors, scalars

@@ -83,6 +83,8 @@ class AttentionShape:
     kv_dtype: torch.dtype
     soft_cap: float = 0.0
     """c > 0: a score s, scaled, counts as `c * tanh(s / c)`; 0: scores are taken as they are."""
+    sinks: bool = False
+    """Some layers have a sink per query head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +140,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(
-        self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, out_THD: Tensor, *, sliding_window: int | None
+        self,
+        q_THD: Tensor,
+        kv_2PSGD: Tensor,
+        batch: AttentionBatch,
+        out_THD: Tensor,
+        *,
+        sliding_window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> None:
         """Attend to the pages and write `out_THD`; keys of this pass are already in the pages.
 
@@ -146,6 +155,9 @@ class AttentionBackend(ABC):
         token at position p sees positions p-w+1 .. p; in a tree, which is less deep than w, of the keys before
         it. Rows with no keys get zeros, whatever the
         pages hold (pages that belong to nobody may hold NaN).
+
+        `sinks_H` (float32): for each query head a score, as it is, that joins those of the keys in the softmax and
+        stands for no value, so that a head may attend to nothing.
         """
 
 

@@ -126,12 +126,22 @@ class FlashinferBackend(AttentionBackend):
                 raise unsupported(cls.name, what, value, known, instead="triton")
         if shape.soft_cap:
             raise unsupported(cls.name, "soft-capping of scores, here at", shape.soft_cap, ("none",), instead="triton")
+        if shape.sinks:
+            raise unsupported(cls.name, "attention sinks,", "here one per head", ("none",), instead="triton")
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide among {shape.num_kv_heads} key/value heads")
 
     def attend(
-        self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, out_THD: Tensor, *, sliding_window: int | None
+        self,
+        q_THD: Tensor,
+        kv_2PSGD: Tensor,
+        batch: AttentionBatch,
+        out_THD: Tensor,
+        *,
+        sliding_window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> None:
+        assert sinks_H is None
         with self._lock:  # at start-up, phases are warmed up on many threads
             run = self._pass
             layer = kv_2PSGD.data_ptr()

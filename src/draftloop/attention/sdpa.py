@@ -121,6 +121,7 @@ def attend_row(
     scale: float,
     soft_cap: float,
     tree: Tree | None = None,
+    sinks_H: Tensor | None = None,
 ) -> None:
     """One row with at least one key. `window` and `soft_cap` 0 mean none."""
     query_len, num_heads, head_dim = q_QHD.shape
@@ -133,9 +134,10 @@ def attend_row(
     if keys.dtype is not q_QHD.dtype:
         keys, values = keys.to(q_QHD.dtype), values.to(q_QHD.dtype)
 
-    if soft_cap:
+    if soft_cap or sinks_H is not None:
         mask = MASKS.get(query_len, num_keys, window, causal, q_QHD, tree) if causal or window else None
-        out_1HQD = capped_attention(q_QHD.transpose(0, 1).unsqueeze(0), keys, values, mask, scale, soft_cap)
+        q_1HQD = q_QHD.transpose(0, 1).unsqueeze(0)
+        out_1HQD = written_out_attention(q_1HQD, keys, values, mask, scale, soft_cap, sinks_H)
         out_QHD.copy_(out_1HQD[0].transpose(0, 1))
     elif query_len == 1 and tree is None and (not window or num_keys <= window):
         # the query heads of one key/value head are its queries: keys are read once, and no mask is needed
@@ -160,16 +162,29 @@ def attend_row(
         out_QHD[: query_len - kv_len].zero_()
 
 
-def capped_attention(
-    q_1HQD: Tensor, keys_1GSD: Tensor, values_1GSD: Tensor, mask_QS: Tensor | None, scale: float, soft_cap: float
+def written_out_attention(
+    q_1HQD: Tensor,
+    keys_1GSD: Tensor,
+    values_1GSD: Tensor,
+    mask_QS: Tensor | None,
+    scale: float,
+    soft_cap: float,
+    sinks_H: Tensor | None,
 ) -> Tensor:
-    """Attention whose scores are squeezed between minus and plus `soft_cap` before the mask, computed in fp32."""
+    """What torch's kernels have not, computed in fp32: scores squeezed between minus and plus `soft_cap` (0: not)
+    before the mask, and sinks beside them."""
     group = q_1HQD.shape[1] // keys_1GSD.shape[1]
     keys, values = (side.float().repeat_interleave(group, 1) for side in (keys_1GSD, values_1GSD))
-    scores = (q_1HQD.float() @ keys.transpose(2, 3) * (scale / soft_cap)).tanh() * soft_cap
+    scores = q_1HQD.float() @ keys.transpose(2, 3) * scale
+    if soft_cap:
+        scores = (scores / soft_cap).tanh() * soft_cap
     if mask_QS is not None:
         scores = scores + mask_QS
-    return (scores.softmax(-1) @ values).to(q_1HQD.dtype)
+    if sinks_H is None:
+        return (scores.softmax(-1) @ values).to(q_1HQD.dtype)
+    sinks_1HQ1 = sinks_H[:, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sinks_1HQ1], -1).softmax(-1)[..., :-1]
+    return (weights @ values).to(q_1HQD.dtype)
 
 
 def paged_attention(
@@ -188,6 +203,7 @@ def paged_attention(
     invariant: bool = False,
     ancestors_Q: Tensor | None = None,
     num_tree_keys: int = 0,
+    sinks_H: Tensor | None = None,
 ) -> None:
     """Body of `draftloop::paged_attention`. `query_len` > 0: every row has that many tokens; 0: ragged."""
     longest = 0  # of the blocks that the C kernel has answered
@@ -195,7 +211,7 @@ def paged_attention(
     most = max(q_THD.shape[0], native.MAX_TOKENS) if invariant else native.MAX_TOKENS
     if q_THD.device.type == "cpu" and ancestors_Q is None and 0 <= query_len <= most:
         indices = (rows_R, query_starts_R1, kv_lens_R, page_table_MN)
-        if native.takes_attention(q_THD, kv_2PSGD, out_THD, *indices):
+        if native.takes_attention(q_THD, kv_2PSGD, out_THD, *indices) and native.takes(sinks_H):
             native.paged_attention(
                 q_THD,
                 kv_2PSGD,
@@ -209,6 +225,7 @@ def paged_attention(
                 window,
                 scale,
                 soft_cap,
+                sinks_H,
             )
             if query_len:
                 return
@@ -234,7 +251,7 @@ def paged_attention(
                 part, seen = slice(at, at + step), kv_len - (end - at - step)
                 if seen > 0:
                     pages, out = page_table_MN[row], out_THD[part]
-                    attend_row(q_THD[part], kv_2PSGD, pages, seen, out, causal, window, scale, soft_cap, tree)
+                    attend_row(q_THD[part], kv_2PSGD, pages, seen, out, causal, window, scale, soft_cap, tree, sinks_H)
                 else:
                     out_THD[part].zero_()
         if starts[-1] < out_THD.shape[0]:
@@ -244,7 +261,7 @@ def paged_attention(
 _PAGED_ATTENTION = define(
     "paged_attention(Tensor q, Tensor kv, Tensor rows, Tensor query_starts, Tensor kv_lens, Tensor page_table, "
     "Tensor(a!) out, int query_len, bool causal, int window, float scale, float soft_cap, bool invariant, "
-    "Tensor? ancestors=None, int num_tree_keys=0) -> ()",
+    "Tensor? ancestors=None, int num_tree_keys=0, Tensor? sinks=None) -> ()",
     paged_attention,
     "CPU",
     "CUDA",
@@ -274,7 +291,14 @@ class SdpaBackend(AttentionBackend):
             )
 
     def attend(
-        self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, out_THD: Tensor, *, sliding_window: int | None
+        self,
+        q_THD: Tensor,
+        kv_2PSGD: Tensor,
+        batch: AttentionBatch,
+        out_THD: Tensor,
+        *,
+        sliding_window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> None:
         _PAGED_ATTENTION(
             q_THD,
@@ -290,5 +314,6 @@ class SdpaBackend(AttentionBackend):
             self.shape.scale,
             self.shape.soft_cap,
             batch.invariant,
-            *(() if batch.tree is None else batch.tree),
+            *(batch.tree or (None, 0)),
+            sinks_H,
         )

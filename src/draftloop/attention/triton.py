@@ -59,7 +59,14 @@ class TritonBackend(AttentionBackend):
             raise ConfigError(f"{shape.num_heads} query heads do not divide among {shape.num_kv_heads} key/value heads")
 
     def attend(
-        self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, out_THD: Tensor, *, sliding_window: int | None
+        self,
+        q_THD: Tensor,
+        kv_2PSGD: Tensor,
+        batch: AttentionBatch,
+        out_THD: Tensor,
+        *,
+        sliding_window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> None:
         paged_attention_triton(
             q_THD,
@@ -76,6 +83,7 @@ class TritonBackend(AttentionBackend):
             scale=self.shape.scale,
             num_sms=self.num_sms,
             soft_cap=self.shape.soft_cap,
+            sinks_H=sinks_H,
             pdl=self.pdl,
             invariant=batch.invariant,
         )

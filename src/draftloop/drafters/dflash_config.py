@@ -15,7 +15,7 @@ from typing import Any, Literal
 from draftloop.drafters.dspark_config import DSparkConfig, read_heads
 from draftloop.drafters.files import Shape
 from draftloop.drafters.kinds import KINDS, check_kind, plain_name
-from draftloop.drafters.shapes import check_shapes, count_layers, decoder_config, fc_cause, projection_shapes
+from draftloop.drafters.shapes import SINK, check_shapes, count_layers, decoder_config, fc_cause, projection_shapes
 from draftloop.errors import ConfigError
 from draftloop.models.config import PRESETS, LayerType, ModelConfig
 
@@ -155,7 +155,7 @@ def parse(
     names.pop("", None)
     check_kind(method, config, names, name=name)
     shapes = {plain: tuple(tensors[full]) for plain, full in names.items()}
-    _refuse_unsupported(config, shapes, name)
+    _refuse_unsupported(config, name)
     drafter = _read(config, shapes, method, name)
     causes = {"fc.weight": fc_cause(drafter.num_aux, drafter.target_hidden_size)}
     check_shapes(drafter.shapes(), shapes, name=name, kind=KINDS[method], causes=causes)
@@ -177,19 +177,11 @@ MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_
 """Where a mask token may be named, first come first served; the first also in `dflash_config`, which goes before."""
 
 
-def _refuse_unsupported(config: Mapping[str, Any], shapes: Mapping[str, Shape], name: str) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
     nested: Mapping[str, Any] = config.get("dflash_config") or {}
     both = {**config, **nested}
-    refused = {
-        "attention_sink_bias": "attention sinks, which no attention backend has yet",
-        "add_swa_attention_sink_bias": "attention sinks, which no attention backend has yet",
-        "dspark_backbone_conv_enabled": "convolutions",
-    }
-    for key, what in refused.items():
-        if both.get(key):
-            raise ConfigError(f"{name!r} needs {what} ({key} is {both[key]!r}); choose another checkpoint")
-    if sinks := [tensor for tensor in shapes if "sink" in tensor]:
-        raise ConfigError(f"{name!r} needs {refused['attention_sink_bias']} ({sinks[0]}); choose another checkpoint")
+    if both.get(key := "dspark_backbone_conv_enabled"):
+        raise ConfigError(f"{name!r} needs convolutions ({key} is {both[key]!r}); choose another checkpoint")
     if both.get("use_aux_hidden_state") is False:
         raise ConfigError(f"use_aux_hidden_state is false in {name!r}; supported are drafters that read hidden states")
     if (projector := both.get("projector_type", "dflash")) not in ("dflash", "dspark"):
@@ -203,7 +195,7 @@ def _read(config: Mapping[str, Any], shapes: Mapping[str, Shape], method: Method
     speculators = "speculators_model_type" in config
     base = _complete(config.get("transformer_layer_config") or config)
     model = decoder_config(base, shapes, count_layers(shapes))
-    model = _slide(model, base, nested, name)
+    model = replace(_slide(model, base, nested, name), sinks=_sinks(model.num_layers, config, nested, shapes))
     ids, outputs = _layer_ids(config, nested)
     target_width = config.get("target_hidden_size") or model.hidden_size
     fc = shapes.get("fc.weight", (0, 0))
@@ -279,6 +271,17 @@ def _slide(model: ModelConfig, base: Mapping[str, Any], nested: Mapping[str, Any
     if window is None:
         raise ConfigError(f"{name!r} has sliding layers, but neither sliding_window nor swa_window_size says how wide")
     return replace(model, sliding_window=window, layer_types=types)
+
+
+def _sinks(
+    num_layers: int, config: Mapping[str, Any], nested: Mapping[str, Any], shapes: Mapping[str, Shape]
+) -> tuple[bool, ...]:
+    """Layers with a sink per head: those with a tensor for it, where config.json does not say otherwise."""
+    said = nested.get(SINK, config.get("add_swa_attention_sink_bias"))
+    there = tuple(f"layers.{layer}.self_attn.{SINK}" in shapes for layer in range(num_layers))
+    if any(there) if said is None else said:
+        return there if any(there) else (True,) * num_layers
+    return ()
 
 
 def _causal_layers(

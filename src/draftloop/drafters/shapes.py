@@ -11,6 +11,8 @@ from draftloop.errors import ConfigError
 from draftloop.models.config import ModelConfig
 
 FIRST = "layers.0."
+SINK = "attention_sink_bias"
+"""Of a layer's attention: a score for each query head."""
 
 
 def count_layers(shapes: Mapping[str, Shape]) -> int:
@@ -66,6 +68,8 @@ def projection_shapes(model: ModelConfig, layer: int, *, input_size: int | None 
         found[f"{prefix}self_attn.o_proj.bias"] = (width,)
     if model.qk_norm:
         found |= {f"{prefix}self_attn.{name}_norm.weight": (model.head_dim,) for name in "qk"}
+    if model.sinks and model.sinks[layer]:
+        found[f"{prefix}self_attn.{SINK}"] = (model.num_heads,)
     for name, shape in (("gate", (inner, width)), ("up", (inner, width)), ("down", (width, inner))):
         found[f"{prefix}mlp.{name}_proj.weight"] = shape
         if model.mlp_bias:

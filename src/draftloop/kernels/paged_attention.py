@@ -35,6 +35,7 @@ def _attend_kernel(
     table_ptr,
     ancestors_ptr,
     positions_ptr,
+    sinks_ptr,
     num_rows,
     num_tokens,
     table_width,
@@ -59,6 +60,7 @@ def _attend_kernel(
     TREE: tl.constexpr,  # of the last keys each token sees its ancestors; UNIFORM and CAUSAL
     WINDOW: tl.constexpr,  # 0: none
     SOFT_CAP: tl.constexpr,  # of scores as powers of 2; 0: none
+    SINKS: tl.constexpr,  # one per head
     SPLIT: tl.constexpr,  # num_splits > 1
     FIXED: tl.constexpr,  # splits begin at the same keys whatever a row's length
     BLOCK_M: tl.constexpr,
@@ -138,6 +140,11 @@ def _attend_kernel(
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        # as a key without a value that was seen before all others; of the splits, by the first
+        has_sink = m < tl.where(split == 0, BLOCK_M, 0)
+        peak = tl.load(sinks_ptr + head, mask=has_sink, other=float("-inf")) * 1.4426950408889634
+        total = tl.where(has_sink, 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table_row_ptr = table_ptr + row.to(tl.int64) * table_width
     kv_head_offset = kv_head * kv_stride_head
@@ -259,6 +266,7 @@ def paged_attention_triton(
     scale: float,
     num_sms: int,
     soft_cap: float = 0.0,
+    sinks_H: Tensor | None = None,
     tree: PagedTree | None = None,
     pdl: bool = False,
     invariant: bool = False,
@@ -266,7 +274,8 @@ def paged_attention_triton(
 ) -> None:
     """Write `out_THD`. `query_len` > 0: every row has that many tokens; 0: ragged. `window` 0: none.
 
-    `soft_cap` c > 0: a score s, scaled, counts as `c * tanh(s / c)`.
+    `soft_cap` c > 0: a score s, scaled, counts as `c * tanh(s / c)`. `sinks_H` (float32): a score for each head that
+    joins the softmax, and stands for no value.
 
     `invariant`: a token's result depends on its row alone, however many tokens it came with.
 
@@ -317,6 +326,7 @@ def paged_attention_triton(
         page_table_MN,
         rows_R if tree is None else tree.ancestors_Q,
         rows_R if tree is None else tree.positions_T,
+        rows_R if sinks_H is None else sinks_H,
         num_rows,
         num_tokens,
         page_table_MN.stride(0),
@@ -341,6 +351,7 @@ def paged_attention_triton(
         TREE=tree is not None,
         WINDOW=window,
         SOFT_CAP=soft_cap * 1.4426950408889634,
+        SINKS=sinks_H is not None,
         SPLIT=splits > 1,
         FIXED=tiles.split_blocks > 0,
         BLOCK_M=tiles.block_m,

@@ -96,6 +96,8 @@ class ModelConfig:
     """Positions that a token of a sliding layer sees, itself included."""
     layer_types: tuple[LayerType, ...] = ()
     """One per layer; empty: every layer slides if there is a window."""
+    sinks: tuple[bool, ...] = ()
+    """Per layer: each query head has a score that joins its softmax and stands for no value; empty: none has."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"

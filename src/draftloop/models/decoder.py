@@ -41,6 +41,7 @@ def attention_shapes(
             dtype=dtype,
             kv_dtype=kv_dtype or dtype,
             soft_cap=config.attention_cap,
+            sinks=any(config.sinks),
         )
         for group in config.cache_groups
     ]

@@ -20,7 +20,7 @@ from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.models.config import ModelConfig
 from draftloop.models.moe import MixtureOfExperts
-from draftloop.models.shards import Division, Slices, joined, share, summed_linear
+from draftloop.models.shards import Division, Slices, joined, shard, share, summed_linear
 from draftloop.models.weights import Destination, Memory, linear_weight, parameter, sharded, split_rows
 
 
@@ -65,11 +65,11 @@ class Attention(torch.nn.Module):
         self.qkv_parts: dict[str, int] = dict(zip("qkv", self.qkv_sizes, strict=True))
         if config.fused_qkv:
             self.qkv_parts = {"qkv": sum(self.qkv_sizes)}
-        self.qkv_slices, o_slices = division.qkv(), division.queries()
+        self.qkv_slices, o_slices, sink_slices = division.qkv(), division.queries(), division.heads()
         self.slices: dict[str, Slices] = {}
-        if self.qkv_slices is not None and o_slices is not None:
+        if self.qkv_slices is not None and o_slices is not None and sink_slices is not None:
             whole = joined(self.qkv_slices)
-            self.slices = {"qkv_weight": whole, "qkv_bias": whole, "o_weight": o_slices}
+            self.slices = {"qkv_weight": whole, "qkv_bias": whole, "o_weight": o_slices, "sinks": sink_slices}
             self.qkv_slices = [whole] if config.fused_qkv else self.qkv_slices
         self.qkv_weight = weight(self.qkv_parts, input_size or hidden)
         self.qkv_bias = make(sum(self.qkv_sizes)) if config.qkv_bias else None
@@ -80,6 +80,9 @@ class Attention(torch.nn.Module):
         kind = norm_dtype(config, dtype)
         self.q_norm = parameter(q_size, device=device, dtype=kind) if config.qk_norm else None
         self.k_norm = parameter(k_size, device=device, dtype=kind) if config.qk_norm else None
+        self.sinks = None
+        if config.sinks and config.sinks[layer]:
+            self.sinks = parameter(config.num_heads, device=device, dtype=torch.float32)
         self.before_norm = not config.norms.after_attention
 
     def forward(
@@ -92,7 +95,9 @@ class Attention(torch.nn.Module):
         q_THD = self.write(x_TC, kv_2PSGD, cos_sin_LD, batch)
         # allocated here: a piecewise graph breaks at the call, and its next segment reads this memory
         out_THD = torch.empty_like(q_THD)
-        batch.attend(lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window))
+        batch.attend(
+            lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window, sinks_H=self.sinks)
+        )
         out_TE = out_THD.view(-1, self.query_size)
         out = summed_linear(out_TE, self.o_weight, self.o_bias, self.group, before_norm=self.before_norm)
         return adapted(out, out_TE, batch.adapters_T, self.o_lora)
@@ -147,6 +152,8 @@ class Attention(torch.nn.Module):
             found[f"{prefix}.o_proj.bias"] = self.o_bias
         if self.q_norm is not None and self.k_norm is not None:
             found |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
+        if self.sinks is not None:
+            found[f"{prefix}.attention_sink_bias"] = shard(self.sinks.data, self.slices.get("sinks"))
         for kind, fused in (("weight", self.qkv_weight), ("bias", self.qkv_bias)):
             if fused is not None:
                 parts = sharded(split_rows(fused, tuple(self.qkv_parts.values())), self.qkv_slices)

@@ -202,6 +202,10 @@ class Division:
         width = config.head_dim
         return self._runs([h * width for h in heads], [(s * width, c * width) for s, c in runs], 0)
 
+    def heads(self) -> Slices | None:
+        """Entries of what there is one of per query head."""
+        return self._even(self.config.num_heads, 0)
+
     def queries(self) -> Slices | None:
         """Columns of the projection behind attention."""
         return self._even(self.config.num_heads * self.config.head_dim, 1)

@@ -51,8 +51,16 @@ class PackedAttention(AttentionBackend):
         self._masks.clear()
 
     def attend(
-        self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, out_THD: Tensor, *, sliding_window: int | None
+        self,
+        q_THD: Tensor,
+        kv_2PSGD: Tensor,
+        batch: AttentionBatch,
+        out_THD: Tensor,
+        *,
+        sliding_window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> None:
+        assert sinks_H is None
         shape = self.document_BL.shape
         if sliding_window not in self._masks:
             make = document_blocks if self.flex else document_mask

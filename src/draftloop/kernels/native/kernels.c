@@ -243,11 +243,12 @@ static inline float tanh_of(float x) {
 }
 
 // One query head of one token against the keys first .. last - 1: softmax block by block, rescaled as the
-// maximum grows. `pages` has the page of every `page_size` keys.
+// maximum grows. `pages` has the page of every `page_size` keys. `sink`, if not null, is the score of a key without a
+// value that comes before them.
 static void attend(const float *q, const float *keys, const int32_t *pages, int64_t first, int64_t last,
-                   const Cache *cache, int64_t D, float scale, float cap, float *out) {
+                   const Cache *cache, int64_t D, float scale, float cap, const float *sink, float *out) {
     const int64_t stride = cache->token_stride, size = cache->page_size;
-    float best = -INFINITY, total = 0;
+    float best = sink ? *sink : -INFINITY, total = sink ? 1 : 0;
     memset(out, 0, D * sizeof(float));
     for (int64_t start = first; start < last;) {
         // blocks end at fixed places, so that sums do not depend on where a pass begins
@@ -291,7 +292,7 @@ static void attend(const float *q, const float *keys, const int32_t *pages, int6
 // does not exist.
 int dl_paged_attention(const float *q_TQD, const int32_t *rows_R, const int32_t *query_starts_R1,
                        const int32_t *kv_lens_R, const int32_t *page_table_MN, float *out_TQD, float *kv_base,
-                       int64_t side_stride, int64_t page_stride, int64_t token_stride, int64_t head_stride,
+                       const float *sinks_Q, int64_t side_stride, int64_t page_stride, int64_t token_stride, int64_t head_stride,
                        int64_t num_pages, int64_t page_size, int64_t T, int64_t R, int64_t M, int64_t N, int64_t Q,
                        int64_t G, int64_t D, int64_t max_query_len, int causal, int64_t window, float scale,
                        float cap, int threads) {
@@ -328,7 +329,7 @@ int dl_paged_attention(const float *q_TQD, const int32_t *rows_R, const int32_t 
                     memset(out_TQD + at, 0, D * sizeof(float));
                 else
                     attend(q_TQD + at, keys, page_table_MN + rows_R[r] * N, first, last, &cache, D, scale, cap,
-                           out_TQD + at);
+                           sinks_Q ? sinks_Q + head : 0, out_TQD + at);
             }
         }
     // padding tokens past the last entry's

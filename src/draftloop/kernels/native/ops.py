@@ -37,7 +37,7 @@ _ARGUMENTS = {
     "dl_norm_concat": [c_void_p] * 5 + [c_int64] * 2 + [c_float],
     "dl_silu_mul": [c_void_p] * 2 + [c_int64] * 2,
     "dl_rope_write": [c_void_p] * 8 + [c_int64] * 12 + [c_float],
-    "dl_paged_attention": [c_void_p] * 7 + [c_int64] * 14 + [c_int, c_int64, c_float, c_float, c_int],
+    "dl_paged_attention": [c_void_p] * 8 + [c_int64] * 14 + [c_int, c_int64, c_float, c_float, c_int],
     "dl_row_tokens": [c_void_p] * 13 + [c_int64] * 10,
     "dl_write_draft": [c_void_p] * 7 + [c_int64] * 4 + [c_int, c_int64],
     "dl_accept_block": [c_void_p] * 8 + [c_int64] * 6,
@@ -402,6 +402,7 @@ def paged_attention(
     window: int,
     scale: float,
     soft_cap: float = 0.0,
+    sinks_Q: Tensor | None = None,
 ) -> None:
     """`attention.sdpa.paged_attention` for the entries of at most `max_query_len` tokens, and for padding.
 
@@ -417,6 +418,7 @@ def paged_attention(
         page_table_MN.data_ptr(),
         out_TQD.data_ptr(),
         kv_2PSGD.data_ptr(),
+        _pointer(sinks_Q),
         *kv_2PSGD.stride()[:4],
         num_pages,
         page_size,
