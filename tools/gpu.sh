@@ -160,8 +160,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp | adaptive | soak) "$part" ;;
-  tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp | moe) "$part" ;;
+  tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp | adaptive | soak | moe) "$part" ;;
   all)
     bench
     start
@@ -171,8 +170,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, adaptive, soak, all" >&2
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, moe, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, adaptive, soak, moe, all" >&2
     exit 2
     ;;
 esac
