@@ -82,6 +82,8 @@ def test_a_line_holds_peers_targets_and_the_ratio_to_its_own_floor():
         ([run("a.json", {"value": 6.0}), run("b.json", {"value": 6.1, "path": "loop"})], "**6.00**"),
         # other prompts are another measurement
         ([run("a.json", {"value": 6.0}), run("b.json", {"value": 1.0, "prompt": 16})], "**6.00**"),
+        # and so are two GPUs
+        ([run("a.json", {"value": 6.0}), run("b.json", {"value": 4.0, "path": "loop, TP=2"})], "**6.00**"),
     ],
 )
 def test_the_newest_row_counts(runs, value):

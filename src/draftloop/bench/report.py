@@ -131,7 +131,7 @@ def _key(row: Row) -> tuple:
 
 
 def best_row(goal: Goal, latest: Iterable[Found]) -> Found | None:
-    """Of the paths that a decoding step can take, the fastest."""
+    """Of the paths that a decoding step can take on one GPU, the fastest."""
     mine = [
         found
         for found in latest
@@ -139,6 +139,7 @@ def best_row(goal: Goal, latest: Iterable[Found]) -> Found | None:
         and found.row.get("all_sizes", True)
         and found.row.get("prompt") == PROMPT_TOKENS
         and "num_requests" not in found.row
+        and "TP=" not in found.row["path"]
     ]
     return min(mine, key=lambda found: found.row["value"], default=None)
 
