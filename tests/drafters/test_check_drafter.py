@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from draftloop import cli
 from draftloop.bench.check_drafter import Measured, check_drafter, judge, method_of
@@ -138,8 +139,12 @@ def test_the_method_is_read_off_the_checkpoint():
     assert method_of(tiny_head("eagle3")) == "eagle3"
     assert method_of(tiny_head("eagle", method="eagle")) == "eagle"
     assert method_of(tiny_model()) == "draft_model"
-    unknown = write_head("unknown", {"architectures": ["LlamaForCausalLM"]}, {})
-    with pytest.raises(ConfigError, match=r"nothing in .* tells what kind of drafter it is; say --spec-method"):
+    tensors = {f"part.{i}": torch.ones(1) for i in range(7)}
+    unknown = write_head("unknown", {"architectures": ["LlamaForCausalLM"]}, tensors)
+    with pytest.raises(
+        ConfigError,
+        match=r"says architectures \['LlamaForCausalLM'\], its tensors are part.0, .* and 2 more; say --spec-method",
+    ):
         method_of(unknown)
 
 

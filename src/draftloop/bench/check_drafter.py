@@ -59,9 +59,16 @@ class Verdict:
 def method_of(drafter: str, revision: str | None = None) -> str:
     """The speculative method that a checkpoint looks made for. Raises ConfigError where nothing tells."""
     folder = find_checkpoint(drafter, revision)
-    kind = kind_of(read_json(folder / "config.json"), map(plain_name, read_shapes(folder)))
+    config, shapes = read_json(folder / "config.json"), read_shapes(folder)
+    kind = kind_of(config, map(plain_name, shapes))
     if kind is None:
-        raise ConfigError(f"nothing in {drafter!r} tells what kind of drafter it is; say --spec-method")
+        said = ", ".join(f"{key} {config[key]!r}" for key in ("architectures", "model_type") if config.get(key))
+        names = sorted(shapes)
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ConfigError(
+            f"nothing in {drafter!r} tells what kind of drafter it is: config.json says {said or 'nothing of it'}, its "
+            f"tensors are {', '.join(names[:5]) or 'none'}{more}; say --spec-method"
+        )
     return kind
 
 
