@@ -14,17 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftloop.kernels.linear import Tiles, linear, residual_linear
+from draftloop.kernels.batch_invariance import batch_invariant
+from draftloop.kernels.gated_linear import gated_linear
+from draftloop.kernels.linear import linear, residual_linear
 from draftloop.kernels.linear_fp8 import FP8, Activations, Fp8Values, Fp8Weight, quantise_activations, quantise_fp8
 from draftloop.kernels.linear_int4 import Int4Values, Int4Weight, pack, quantise_int4, unpack
-from draftloop.kernels.linear_planes import Planes, PlaneTiles, linear_planes_triton, pack_fp8, unpack_fp8
-from draftloop.kernels.linear_w8a8 import linear_few_triton, linear_many_triton, quantise_triton
+from draftloop.kernels.linear_planes import PlaneTiles, pack_fp8, unpack_fp8
+from draftloop.kernels.linear_w8a8 import linear_w8a8_triton, quantise_triton
 from draftloop.kernels.linear_wide import Kind, WideTiles
-from draftloop.kernels.quantised import QuantisedWeight, choose
+from draftloop.kernels.quantised import INVARIANT_TOKENS, QuantisedWeight, choose
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kernels.silu_mul import silu_mul_torch
 
-SMALL = Tiles(block_n=32, block_k=128, splits=1, num_warps=4, num_stages=2)
+SMALL = PlaneTiles(block_n=32, block_k=128, splits=1, max_tokens=16, num_warps=4, num_stages=2)
 TOKENS = [1, 6, 33]
 SHAPES_8B = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 FORMATS = {
@@ -118,15 +120,17 @@ def test_tokens_past_the_last_are_neither_read_nor_written(device: torch.device,
 
 
 def test_all_8_bit_floats_are_decoded(device: torch.device) -> None:
-    """Zeros of both signs, subnormals and the largest, exactly."""
+    """Zeros of both signs, subnormals and the largest, exactly, in each of the two planes."""
     bits = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device=device)
     weight = Fp8Weight(len(bits), 128, device=device)
     values = torch.zeros(len(bits), 128, dtype=torch.uint8, device=device)
-    values[:, 5] = bits
+    values[:, 5], values[:, 64 + 9] = bits, bits.flip(0)
     weight.fill(0, Fp8Values(values.view(FP8), torch.ones(1, 1, device=device)))
-    x = torch.zeros(1, 128, device=device, dtype=half(device))
-    x[0, 5] = 1
-    assert torch.equal(weight.linear_split_triton(x, tiles=SMALL)[0, 0], bits.view(FP8).float())
+    x = torch.zeros(2, 128, device=device, dtype=half(device))
+    x[0, 5], x[1, 64 + 9] = 1, 1
+    out = weight.linear_split_triton(x, tiles=SMALL)[0]
+    assert torch.equal(out[0], bits.view(FP8).float())
+    assert torch.equal(out[1], bits.flip(0).view(FP8).float())
 
 
 def test_all_4_bit_values_with_all_zero_points_are_decoded(device: torch.device) -> None:
@@ -146,6 +150,7 @@ def test_all_4_bit_values_with_all_zero_points_are_decoded(device: torch.device)
 def test_packing_loses_nothing(seed: int, size: int) -> None:
     values = torch.randint(0, 16, (5, size), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
     assert torch.equal(unpack(pack(values)), values)
+    assert torch.equal(unpack_fp8(pack_fp8(values)), values)
 
 
 def test_what_rounding_loses() -> None:
@@ -230,103 +235,52 @@ def test_activations_in_8_bits() -> None:
 @pytest.mark.parametrize("may_split", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES_8B, (3584, 18944), (896, 4864), (896, 896), (8192, 28672)], ids=str)
 def test_choice(shape: tuple[int, int], may_split: bool) -> None:
-    tiles = choose(*shape, 132, may_split=may_split)
-    assert shape[1] % (tiles.block_k * tiles.splits) == 0
-    assert may_split or tiles.splits == 1
-    assert -(-shape[0] // tiles.block_n) * tiles.splits >= 112 or shape[0] < 2048
+    for tiles in choose(*shape, 132, may_split=may_split).values():
+        assert shape[1] % (tiles.block_k * tiles.splits) == 0
+        assert may_split or tiles.splits == 1
+        assert -(-shape[0] // tiles.block_n) * tiles.splits >= 112 or shape[0] < 4096
 
 
-def planes_of(weight: QuantisedWeight) -> Planes:
-    if isinstance(weight, Int4Weight):
-        strides = (1, weight.shape[0])
-        return Planes(
-            weight.packed_BNJ, weight.scale_GN, strides, weight.group_size, 1, weight.row_scale_N, weight.zero_GN
-        )
+@pytest.mark.parametrize("kind", [Fp8Weight, Int4Weight])
+def test_measured_tiles_split_a_layer_alike_for_any_number_of_tokens(kind: type[Fp8Weight | Int4Weight]) -> None:
+    """And some of them serve any number where a token's sums must not depend on the others."""
+    for layers in kind.measured.values():
+        for (_, size, may_split), by_tokens in layers.items():
+            assert len({tiles.splits for tiles in by_tokens.values()}) == 1
+            assert all(size % (tiles.block_k * tiles.splits) == 0 for tiles in by_tokens.values())
+            assert may_split or all(tiles.splits == 1 for tiles in by_tokens.values())
+            assert list(by_tokens) == sorted(by_tokens)
+            assert max(by_tokens) >= INVARIANT_TOKENS
+
+
+@pytest.mark.parametrize("name", ["fp8 per column", "int4 of 64"])
+def test_deterministic_layers_pad_tokens_always_alike(device: torch.device, name: str) -> None:
+    weight, floats = make(name, 64, 256, device)
+    x = torch.randn(20, 256, device=device).to(half(device))
+    tiles = SMALL._replace(splits=2)
+    run = batch_invariant(weight.linear_split_triton)
+    sums = run(x, tiles=tiles)
+    assert off(sums.sum(0), x.double() @ floats.double().T) < 1e-6
+    for tokens in (1, 9):
+        assert torch.equal(run(x[:tokens], tiles=tiles), sums[:, :tokens])
+
+
+def test_8_bits_on_both_sides(device: torch.device) -> None:
+    """Two parts of tokens, several blocks, rows that no block divides, sums and gates."""
+    weight, floats = make("fp8 per column", 208, 384, device)
     assert isinstance(weight, Fp8Weight)
-    packed_BNJ = pack_fp8(weight.weight_NK)
-    if weight.block is None:
-        return Planes(packed_BNJ, weight.scale_PQ, (0, 0), row_scale_N=weight.scale_PQ)
-    return Planes(packed_BNJ, weight.scale_PQ, (weight.scale_PQ.shape[1], 1), weight.block[1], weight.block[0])
-
-
-FEW = PlaneTiles(block_n=32, block_k=128, splits=1, max_tokens=8, num_warps=4, num_stages=2)
-
-
-@pytest.mark.parametrize("tokens", [1, 11])
-@pytest.mark.parametrize("name", [name for name in FORMATS if "rows" not in name and "order" not in name])
-def test_planes(device: torch.device, name: str, tokens: int) -> None:
-    """Sums of integers lose a little to the surplus that is taken off them; what is taken off weights loses nothing."""
-    weight, floats = make(name, 100, 256, device)
-    weight_planes = planes_of(weight)
-    x, bias = (torch.randn(*shape, device=device).to(half(device)) for shape in ((tokens, 256), (100,)))
-    expected = x.double() @ floats.double().T + bias.double()
-    loss = 1e-4 if name.startswith("int4") else 1e-6
-    assert off(linear_planes_triton(x, weight_planes, bias, tiles=FEW), expected) < 2**-8
-    sums = linear_planes_triton(x, weight_planes, bias, tiles=FEW._replace(splits=2))
-    assert off(sums.sum(0), expected) < loss
-    assert off(sums[1], x[:, 128:].double() @ floats[:, 128:].double().T) < loss
-    if name.startswith("int4") and weight_planes.zero_GN is None:
-        exact = linear_planes_triton(x, weight_planes, bias, tiles=FEW._replace(splits=2), middle="weights")
-        assert off(exact.sum(0), expected) < 1e-6
-    if name == "fp8 per column" and device.type == "cuda":
-        for size in (1, 2**-12):
-            raw = linear_planes_triton(x * size, weight_planes, tiles=FEW._replace(splits=2), raw=True)
-            assert off(raw.sum(0), (x * size).double() @ floats.double().T) < 1e-6
-
-
-def test_8_bit_floats_in_planes() -> None:
-    """All of them, each in both planes: none is lost, and all are decoded."""
-    bits = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8)
-    values = torch.zeros(len(bits), 128, dtype=torch.uint8)
-    values[:, 5], values[:, 64 + 9] = bits, bits.flip(0)
-    packed_BNJ = pack_fp8(values.view(FP8))
-    assert torch.equal(unpack_fp8(packed_BNJ).view(torch.uint8), values)
-    ones = torch.ones(len(bits))
-    x = torch.zeros(2, 128, dtype=torch.float16)
-    x[0, 5], x[1, 64 + 9] = 1, 1
-    weight = Planes(packed_BNJ, ones, (0, 0), row_scale_N=ones)
-    out = linear_planes_triton(x, weight, tiles=FEW)
-    assert torch.equal(out[0].float(), bits.view(FP8).float())
-    assert torch.equal(out[1].float(), bits.flip(0).view(FP8).float())
-
-
-def steps(tokens: int, size: int, device: torch.device) -> Tensor:
-    """Activations that 8 bits hold exactly, by a scale of a power of two per group of 128 that is not the token's."""
-    x = torch.randn(tokens, size, device=device).mul(64).to(FP8).float().clamp(-448, 448).unflatten(1, (-1, 128))
-    x[:, :, 0] = 448
-    power = torch.arange(size // 128, device=device) + torch.arange(tokens, device=device).unsqueeze(1) % 3
-    return (x * torch.exp2(-power.float()).unsqueeze(2)).flatten(1).to(half(device))
-
-
-@pytest.mark.parametrize("tokens", [1, 11])
-def test_8_bits_on_both_sides_of_few_tokens(device: torch.device, tokens: int) -> None:
-    weight, floats = make("fp8 per column", 100, 256, device)
-    assert isinstance(weight, Fp8Weight)
-    x, bias = steps(tokens, 256, device), torch.randn(100, device=device).to(half(device))
-    expected = x.double() @ floats.double().T
-    arguments = (x, weight.weight_NK, weight.scale_PQ)
-    assert off(linear_few_triton(*arguments, bias, tiles=FEW), expected + bias.double()) < 2**-8
-    # tensor cores keep 14 bits of a group's sum
-    assert off(linear_few_triton(*arguments, tiles=FEW._replace(splits=2)).sum(0), expected) < 2**-10
-    scale = torch.tensor([0.25], device=device)
-    rounded, scale_T1 = quantise_activations(x, scale)
-    stored = linear_few_triton(*arguments, tiles=FEW._replace(splits=2), input_scale=scale).sum(0)
-    if device.type == "cuda":  # the interpreter does not round to 8 bits as the device does
-        assert off(stored, (rounded.double() * scale_T1.double()) @ floats.double().T) < 2**-10
-
-
-def test_8_bits_on_both_sides_of_many_tokens(device: torch.device) -> None:
-    """Two parts of tokens, several blocks, sums and gates."""
-    weight, floats = make("fp8 per column", 256, 256, device)
-    assert isinstance(weight, Fp8Weight)
-    x = torch.randn(70, 256, device=device).to(half(device))
+    x, bias = (torch.randn(*shape, device=device).to(half(device)) for shape in ((70, 384), (208,)))
     rounded, scale_T1 = quantise_triton(x)
-    if device.type == "cuda":
-        assert off(rounded.float() * scale_T1, x.double()) < 2**-4
-    expected = (rounded.double() * scale_T1.double()) @ floats.double().T
-    arguments, tiles = (rounded, scale_T1, weight.weight_NK, weight.scale_PQ), WideTiles(64, 128, 2, 48, 4, 3)
-    assert off(linear_many_triton(*arguments, kind=Kind.SUMS, tiles=tiles).sum(0), expected) < 2**-10
-    out = linear_many_triton(*arguments, kind=Kind.GATED, tiles=tiles._replace(splits=1), dtype=half(device))
+    packed_TBS = rounded.unflatten(1, (-1, 128))
+    restored = unpack_fp8(packed_TBS.transpose(0, 1))
+    if device.type == "cuda":  # the interpreter does not round to 8 bits as the device does
+        expected_TK, expected_T1 = quantise_activations(x)
+        torch.testing.assert_close(scale_T1, expected_T1)
+        assert off(restored.float() * scale_T1, expected_TK.double() * expected_T1) < 2**-4
+    expected = (restored.double() * scale_T1.double()) @ floats.double().T + bias.double()
+    arguments, tiles = (rounded, scale_T1, weight.packed_BNS, weight.scale_PQ, bias), WideTiles(64, 128, 2, 48, 4, 3)
+    assert off(linear_w8a8_triton(*arguments, kind=Kind.SUMS, tiles=tiles).sum(0), expected) < 2**-10
+    out = linear_w8a8_triton(*arguments, kind=Kind.GATED, tiles=tiles._replace(splits=1), dtype=half(device))
     assert off(out, silu_mul_torch(expected.to(half(device))).double()) < 2**-6
 
 
@@ -362,11 +316,15 @@ def test_many_tokens(name: str, activations: Activations) -> None:
         if activations == "static":
             weight.input_scale = torch.nn.Parameter(x.abs().max().float().view(1) / 448, requires_grad=False)
         weight.activations = activations
-        assert weight.max_tokens(x) == (64 if weight.block is None and activations != "none" else 128)
+        assert weight.max_tokens(x) == (64 if weight.block is None and activations != "none" else float("inf"))
         if weight.block is None and activations != "none":
             rounded, scale = quantise_activations(x, weight.input_scale)
             w8a8 = (rounded.double() * scale.double()) @ floats.double().T
             assert off(linear(x, weight), w8a8) < 2**-7
+            assert off(linear(x.repeat(4, 1), weight)[:160], w8a8) < 2**-7
+            sums = residual_linear(x, weight)
+            assert off(sums.sum(0), w8a8) < 2**-7
+            assert off(gated_linear(x, weight), silu_mul_torch(w8a8.bfloat16()).double()) < 2**-6
             tolerance = 0.04
     out = linear(x, weight)
     assert out.dtype == torch.bfloat16

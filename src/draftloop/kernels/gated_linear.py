@@ -24,6 +24,8 @@ def gated_linear(
 ) -> Tensor:
     """`gated` of a layer whose first I columns are the gate's; rounded like `linear` between."""
     may_fuse = activation == "silu" and x_TK.is_cuda
+    if may_fuse and not isinstance(weight_NK, Tensor):
+        return weight_NK.gated_linear(x_TK, bias_N)
     if may_fuse and isinstance(weight_NK, Tensor) and (tiles := linear_wide.choose(x_TK, weight_NK, Kind.GATED)):
         return linear_wide_triton(x_TK, weight_NK, bias_N, kind=Kind.GATED, tiles=tiles)
     return gated(linear(x_TK, weight_NK, bias_N), activation=activation)

@@ -1,13 +1,10 @@
 """Linear layers whose weights are 4-bit integers with a scale, and perhaps a zero point, per group along K.
 
-A weight is `(value - zero) * scale`, values 0 to 15. Up to `MAX_TOKENS` tokens, a kernel reads the packed values once,
-turns them into the activations' type in registers (exactly: value - zero is a small integer), multiplies, and scales
-the fp32 sums of each group. With more tokens, weights are turned into floats first.
+A weight is `(value - zero) * scale`, values 0 to 15. For as many tokens as that was measured to be faster,
+`linear_planes` multiplies by the packed values; with more, weights are turned into floats first.
 
-Packing: K is cut into blocks of 128, zeros behind its end. Word j of a block, 16 bits, holds the values of k = j,
-32 + j, 64 + j and 96 + j, lowest bits first: a 32-bit register of two words gives four pairs of neighbours along K,
+Packing as `linear_planes` says, in four planes: a 32-bit register of two words gives four pairs of neighbours along K,
 each by one shift and one logical operation, which puts the value into the mantissa of 128 (bf16) or 1024 (fp16).
-All rows of one block lie side by side, so that a tile is read as one piece.
 
 Shape suffixes: T tokens, N output columns, K input columns, B blocks of 128 along K, J words, G groups.
 """
@@ -19,11 +16,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from draftloop.kernels.linear import Tiles
-from draftloop.kernels.quantised import KernelCall, Measured, QuantisedWeight, stored, token_block
-from draftloop.kernels.triton_import import jit, pdl_options, tl
+from draftloop.kernels.linear_planes import BLOCK, Planes, PlaneTiles
+from draftloop.kernels.quantised import Measured, QuantisedWeight, stored
+from draftloop.kernels.triton_import import jit, tl
 
-BLOCK = 128
 PLANES = 4
 """Values in a word."""
 WORDS = BLOCK // PLANES
@@ -33,11 +29,30 @@ MIDDLE = 8
 """The zero point of values that have none of their own."""
 
 MEASURED: Measured = {
-    (4096, 14336, True): Tiles(128, 128, 8, 4, 3),  # 17.8 us, floor 7.1
-    (28672, 4096, False): Tiles(128, 128, 1, 4, 3),  # 27.8 us, floor 14.2
-    (6144, 4096, False): Tiles(64, 256, 1, 4, 3),  # 14.1 us, floor 3.1; the fastest at 6 tokens loses at 32
-    (4096, 4096, True): Tiles(64, 128, 8, 4, 3),  # 8.6 us, floor 2.0
+    "NVIDIA H200": {
+        (4096, 14336, True): {
+            8: PlaneTiles(64, 256, 4, 8, 4, 4),  # 15.0 us at 6 tokens, floor 7.1
+            64: PlaneTiles(64, 128, 4, 32, 4, 4),
+            256: PlaneTiles(128, 128, 4, 64, 4, 4),  # 67.1 us at 192 tokens; by floats 93.1
+        },
+        (28672, 4096, False): {
+            8: PlaneTiles(64, 256, 1, 8, 4, 4),  # 22.9 us at 6 tokens, floor 14.2
+            64: PlaneTiles(128, 128, 1, 32, 4, 4),  # 32.6 us at 32 tokens
+            256: PlaneTiles(128, 128, 1, 64, 4, 4),  # 111.2 us at 192 tokens; by floats 172.8
+        },
+        (6144, 4096, False): {
+            8: PlaneTiles(64, 256, 1, 8, 4, 4),  # 11.7 us at 6 tokens, floor 3.1
+            64: PlaneTiles(64, 128, 1, 32, 4, 4),  # 16.7 us at 32 tokens
+            128: PlaneTiles(64, 128, 1, 64, 4, 4),  # 25.6 us at 96 tokens; at 192 floats are faster
+        },
+        (4096, 4096, True): {
+            8: PlaneTiles(64, 256, 4, 8, 4, 4),  # 7.7 us at 6 tokens, floor 2.0
+            64: PlaneTiles(64, 128, 4, 32, 4, 4),  # 8.8 us at 32 tokens
+            256: PlaneTiles(128, 128, 4, 64, 4, 4),  # 25.5 us at 192 tokens; by floats 34.8
+        },
+    },
 }
+"""From `draftloop.bench.sweep_quantised`."""
 
 
 class Int4Values(NamedTuple):
@@ -177,41 +192,12 @@ class Int4Weight(QuantisedWeight):
     def takes(self) -> bool:
         return self.numel() < 2**31 and not self.shape[1] % 8 and self.group_size in GROUP_SIZES
 
-    def kernel_call(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> KernelCall:
-        if self.order_K is not None:
-            x_TK = x_TK.index_select(1, self.order_K)
-        num_tokens, size = x_TK.shape
-        num_columns, blocks = self.shape[0], self.packed_BNJ.shape[0]
-        assert blocks * BLOCK % (tiles.block_k * tiles.splits) == 0
-        arguments = (
-            x_TK,
-            self.packed_BNJ,
-            self.scale_GN,
-            self.row_scale_N,
-            self.scale_GN if self.zero_GN is None else self.zero_GN,
-            x_TK if bias_N is None else bias_N,
-            out,
-            num_tokens,
-            num_columns,
-        )
-        options = dict(
-            SIZE=size,
-            PART=blocks * BLOCK // tiles.splits,
-            GROUP=self.group_size,
-            ZERO=self.zero_GN is not None,
-            BIAS=bias_N is not None,
-            BASE=_BASES[x_TK.dtype],
-            MIDDLE=float(MIDDLE + (128 if x_TK.dtype is torch.bfloat16 else 1024)),
-            PLANES_ASM=_PLANES_ASM[x_TK.dtype] if x_TK.is_cuda else None,
-            MINUS_ASM=_MINUS_ASM[x_TK.dtype] if x_TK.is_cuda else None,
-            BLOCK_M=token_block(num_tokens),
-            BLOCK_N=tiles.block_n,
-            BLOCK_K=tiles.block_k,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            **pdl_options(x_TK.device),
-        )
-        return KernelCall(_linear_int4_kernel, arguments, options)
+    def planes(self) -> Planes:
+        strides = (1, self.shape[0])
+        return Planes(self.packed_BNJ, self.scale_GN, strides, self.group_size, 1, self.row_scale_N, self.zero_GN)
+
+    def arranged(self, x_TK: Tensor) -> Tensor:
+        return x_TK if self.order_K is None else x_TK.index_select(1, self.order_K)
 
 
 def kernel_group(group_size: int, size: int) -> int:
@@ -219,52 +205,6 @@ def kernel_group(group_size: int, size: int) -> int:
     if group_size == -1:
         group_size = size
     return next((known for known in reversed(GROUP_SIZES) if group_size % known == 0), 0) or group_size
-
-
-def _planes_asm(base: int) -> str:
-    """Two words at a time: shift a plane down, keep 4 bits of each half, and put them into a mantissa."""
-    lines = [f"shr.u32 a{plane}, $4, {4 * plane};" for plane in range(PLANES)]
-    lines += [f"lop3.b32 ${plane}, a{plane}, 0x000f000f, {base << 16 | base:#x}, 0xea;" for plane in range(PLANES)]
-    return f"{{ .reg .b32 a<{PLANES}>; {' '.join(lines)} }}"
-
-
-_BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
-"""Bits of 128 and of 1024, whose last mantissa bits count ones."""
-_PLANES_ASM = {dtype: _planes_asm(base) for dtype, base in _BASES.items()}
-_MINUS_ASM = {torch.bfloat16: "sub.bf16x2 $0, $1, $2;", torch.float16: "sub.f16x2 $0, $1, $2;"}
-
-
-@jit()
-def _planes(words, HALF: tl.constexpr, BASE: tl.constexpr, ASM: tl.constexpr):
-    """int16 words -> their four planes, each value plus 128 (bf16) or 1024 (fp16)."""
-    first = ((words & 15) | BASE).to(HALF, bitcast=True)
-    if ASM is not None:
-        planes = tl.inline_asm_elementwise(
-            ASM,
-            "=r,=r,=r,=r,r",
-            [words],
-            dtype=(first.dtype, first.dtype, first.dtype, first.dtype),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        planes = (
-            first,
-            (((words >> 4) & 15) | BASE).to(HALF, bitcast=True),
-            (((words >> 8) & 15) | BASE).to(HALF, bitcast=True),
-            (((words >> 12) & 15) | BASE).to(HALF, bitcast=True),
-        )
-    return planes
-
-
-@jit()
-def _minus(plane, zero, ASM: tl.constexpr):
-    """Exact: both are small integers."""
-    if ASM is not None:
-        found = tl.inline_asm_elementwise(ASM, "=r,r,r", [plane, zero], dtype=plane.dtype, is_pure=True, pack=2)
-    else:
-        found = (plane.to(tl.float32) - zero.to(tl.float32)).to(plane.dtype)
-    return found
 
 
 @jit()
@@ -302,79 +242,3 @@ def _dequantise_int4_kernel(
         column = tl.load(order_ptr + k, mask=k < SIZE, other=0) if ORDERED else k
         out = (values * scale[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + n[:, None] * SIZE + column[None, :], out, mask=live)
-
-
-@jit("num_tokens")
-def _linear_int4_kernel(
-    x_ptr,
-    packed_ptr,
-    scale_ptr,
-    row_scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    out_ptr,
-    num_tokens,
-    num_columns,
-    SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    BIAS: tl.constexpr,
-    BASE: tl.constexpr,
-    MIDDLE: tl.constexpr,  # the zero point of values without, as a plane has it
-    PLANES_ASM: tl.constexpr,  # None in the interpreter
-    MINUS_ASM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Some tokens, one block of columns, one split of K."""
-    HALF: tl.constexpr = x_ptr.dtype.element_ty
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(2)
-    j = tl.arange(0, 32)
-    m_live = m < num_tokens
-    # columns past the end read the last one again and are not stored
-    row = tl.minimum(n, num_columns - 1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    LAST: tl.constexpr = (SIZE + 127) // 128 * 128 - 32
-    group = split * PART // GROUP
-    scale = tl.load(scale_ptr + group * num_columns + row)
-    zero_bits = tl.load(zero_ptr + group * num_columns + row)  # of no use, and left out, where there are none
-    for start in range(0, PART, BLOCK_K):
-        for inner in tl.static_range(0, BLOCK_K, 128):
-            first = split * PART + start + inner
-            offset = (first // 128 * num_columns + row)[None, :] * 32 + j[:, None]
-            planes = _planes(tl.load(packed_ptr + offset, eviction_policy="evict_first"), HALF, BASE, PLANES_ASM)
-            sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for plane in tl.static_range(4):
-                k = first + 32 * plane + j
-                live = m_live[:, None] if SIZE % 128 == 0 else m_live[:, None] & (k < SIZE)[None, :]
-                x = tl.load(x_ptr + m[:, None] * SIZE + k[None, :], mask=live, other=0.0)
-                if ZERO:
-                    zero = tl.broadcast_to((zero_bits | BASE).to(HALF, bitcast=True)[None, :], [32, BLOCK_N])
-                else:
-                    zero = tl.full([32, BLOCK_N], MIDDLE, HALF)
-                weight = _minus(planes[plane], zero, MINUS_ASM)
-                sums = tl.dot(x, weight, sums)
-                if (32 * plane + 32) % GROUP == 0:
-                    acc += sums * scale.to(tl.float32)[None, :]
-                    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                    # for the next group, so that they arrive meanwhile
-                    group = tl.minimum(first + 32 * plane + 32, LAST) // GROUP
-                    scale = tl.load(scale_ptr + group * num_columns + row)
-                    if ZERO:
-                        zero_bits = tl.load(zero_ptr + group * num_columns + row)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    n_live = n < num_columns
-    acc *= tl.load(row_scale_ptr + row)[None, :]
-    if BIAS:
-        bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
-        acc += tl.where(split == 0, bias, 0.0)[None, :]
-    out_offset = (split * num_tokens + m)[:, None] * num_columns + n[None, :]
-    tl.store(out_ptr + out_offset, acc.to(out_ptr.dtype.element_ty), mask=m_live[:, None] & n_live[None, :])

@@ -4,25 +4,23 @@ The words of a tile have the shape and the width of a tile of 16-bit weights, so
 registers as such a tile would, and each plane is taken out of them there, two words at a time. Weights are the M side
 of the products: with few tokens that takes half as many instructions, and no padding beyond 8 tokens.
 
-Integers stay what the mantissa makes of them, 128 (bf16) or 1024 (fp16) too large: a second product, with ones, adds up
-the tokens' values, and that many times the surplus and the zero point are taken off each group's sum.
+Values are exact, integers less their zero point too; sums are fp32, and scaled group by group.
 
-Packing: K is cut into blocks of 128. Word j of a block holds the values of k = j, J + j, 2J + j, .. where J is 128 by
-the number of planes. All rows of one block lie side by side, so that a tile is read as one piece. A 4-bit value of
-plane p has bits 4p to 4p + 3. An 8-bit float of plane 0 has its sign in bit 15 and the others in 10 to 4, where bf16
-has them; one of plane 1 its sign in bit 11, the upper three of the others in 14 to 12 and the lower four in 3 to 0:
-two shifts by 4.
+Packing: K is cut into blocks of 128, zeros behind its end. Word j of a block holds the values of k = j, J + j,
+2J + j, .., lowest bits first, where J is 128 by the number of planes. All rows of one block lie side by side, so that
+a tile is read as one piece. Two 8-bit floats of a word are two whole bytes: `linear_w8a8` multiplies them as they lie.
 
 Shape suffixes: T tokens, N output columns, K input columns, B blocks of 128 along K, J words, G groups, X splits of K.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 BLOCK = 128
@@ -43,56 +41,37 @@ class PlaneTiles(NamedTuple):
 
 
 def pack_fp8(weight_NK: Tensor) -> Tensor:
-    """e4m3 [N, K], K a multiple of 128 -> int16 [B, N, J]"""
-    first_NBJ, second_NBJ = weight_NK.view(torch.uint8).to(torch.int32).unflatten(1, (-1, 2, BLOCK // 2)).unbind(2)
-    words_NBJ = (first_NBJ & 0x80) << 8 | (first_NBJ & 0x7F) << 4
-    words_NBJ |= (second_NBJ & 0x80) << 4 | (second_NBJ & 0x70) << 8 | (second_NBJ & 0x0F)
-    return words_NBJ.to(torch.int16).transpose(0, 1).contiguous()
+    """e4m3 [N, K], K a multiple of 128 -> e4m3 [B, N, 128], each block's columns 0, 64, 1, 65, .."""
+    bytes_NBPJ = weight_NK.view(torch.uint8).unflatten(1, (-1, 2, BLOCK // 2))
+    return bytes_NBPJ.permute(1, 0, 3, 2).flatten(2).contiguous().view(weight_NK.dtype)
 
 
-def unpack_fp8(words_BNJ: Tensor) -> Tensor:
+def unpack_fp8(packed_BNS: Tensor) -> Tensor:
     """Undo `pack_fp8`."""
-    words_NBJ = words_BNJ.transpose(0, 1).to(torch.int32)
-    first_NBJ = words_NBJ >> 8 & 0x80 | words_NBJ >> 4 & 0x7F
-    second_NBJ = words_NBJ >> 4 & 0x80 | words_NBJ >> 8 & 0x70 | words_NBJ & 0x0F
-    return torch.stack([first_NBJ, second_NBJ], 2).flatten(1).to(torch.uint8).view(torch.float8_e4m3fn)
+    bytes_BNJP = packed_BNS.view(torch.uint8).unflatten(2, (BLOCK // 2, 2))
+    return bytes_BNJP.permute(1, 0, 3, 2).flatten(1).view(packed_BNS.dtype)
 
 
-_FP8_RAW = """{
-    .reg .b32 b, c;
-    and.b32 $0, $2, 0x87f087f0;
-    shl.b32 b, $2, 4;
-    shr.u32 c, $2, 4;
-    and.b32 c, c, 0x07000700;
-    lop3.b32 $1, b, 0x80f080f0, c, 0xea;
-    }"""
-_FP8_BF16 = """{
-    .reg .b32 a, b, c;
-    and.b32 a, $2, 0x87f087f0;
-    shl.b32 b, $2, 4;
-    shr.u32 c, $2, 4;
-    and.b32 c, c, 0x07000700;
-    lop3.b32 b, b, 0x80f080f0, c, 0xea;
-    mov.b32 c, 0x7b807b80;
-    mul.bf16x2 $0, a, c;
-    mul.bf16x2 $1, b, c;
-    }"""  # by 2^120, the difference of the exponents' biases
-_FP8_FP16 = """{
+def _fp8_asm(low: str, high: str, mask: int, factor: int, multiply: str) -> str:
+    """Of each half's low byte and of its high one: exponent and mantissa moved to where the type has them, the sign
+    beside them, then corrected for the other bias."""
+    return f"""{{
     .reg .b32 a, b, c, d;
-    shl.b32 b, $2, 4;
-    shr.u32 c, $2, 4;
-    and.b32 c, c, 0x07000700;
-    lop3.b32 b, b, 0x80f080f0, c, 0xea;
-    and.b32 a, $2, 0x07f007f0;
-    and.b32 d, b, 0x07f007f0;
-    shl.b32 a, a, 3;
-    shl.b32 d, d, 3;
-    lop3.b32 a, $2, 0x80008000, a, 0xea;
-    lop3.b32 b, b, 0x80008000, d, 0xea;
-    mov.b32 c, 0x5c005c00;
-    mul.f16x2 $0, a, c;
-    mul.f16x2 $1, b, c;
-    }"""  # by 2^8
+    shl.b32 a, $2, 8;
+    {low};
+    {high};
+    and.b32 b, b, {mask << 16 | mask:#x};
+    and.b32 c, c, {mask << 16 | mask:#x};
+    lop3.b32 a, a, 0x80008000, b, 0xea;
+    lop3.b32 b, $2, 0x80008000, c, 0xea;
+    mov.b32 d, {factor << 16 | factor:#x};
+    {multiply} $0, a, d;
+    {multiply} $1, b, d;
+    }}"""
+
+
+_FP8_BF16 = _fp8_asm("shl.b32 b, $2, 4", "shr.u32 c, $2, 4", 0x07F0, 0x7B80, "mul.bf16x2")  # by 2^120
+_FP8_FP16 = _fp8_asm("shl.b32 b, $2, 7", "shr.u32 c, $2, 1", 0x3F80, 0x5C00, "mul.f16x2")  # by 2^8
 
 
 def _int4_asm(base: int) -> str:
@@ -109,8 +88,6 @@ _ASM = {
     (4, torch.float16): _int4_asm(0x6400),
 }
 _MINUS_ASM = {torch.bfloat16: "sub.bf16x2 $0, $1, $2;", torch.float16: "sub.f16x2 $0, $1, $2;"}
-RAW_FACTOR = 2.0**120
-"""What the bf16 numbers lack whose bits are those of 8-bit floats, moved but not corrected for the other bias."""
 SURPLUS = {torch.bfloat16: 128, torch.float16: 1024}
 """By which a 4-bit value is too large: numbers whose last mantissa bits count ones."""
 
@@ -119,9 +96,8 @@ SURPLUS = {torch.bfloat16: 128, torch.float16: 1024}
 def _pair(words, HALF: tl.constexpr, ASM: tl.constexpr):
     """int16 words -> the e4m3 numbers of their two planes, exactly; 480 for NaN, which weights must not have."""
     # fp16 has all e4m3 numbers, and the interpreter knows it
-    first = (((words & -0x8000) | ((words & 0x07F0) << 3)).to(tl.float16, bitcast=True) * 256.0).to(HALF)
-    moved = ((words & 0x0800) << 4) | ((words & 0x7000) >> 1) | ((words & 0x000F) << 7)
-    second = (moved.to(tl.float16, bitcast=True) * 256.0).to(HALF)
+    first = ((((words & 0x80) << 8) | ((words & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0).to(HALF)
+    second = (((words & -0x8000) | ((words >> 1) & 0x3F80)).to(tl.float16, bitcast=True) * 256.0).to(HALF)
     if ASM is not None:
         first, second = tl.inline_asm_elementwise(
             ASM, "=r,=r,r", [words], dtype=(first.dtype, first.dtype), is_pure=True, pack=2
@@ -153,13 +129,12 @@ def _four(words, HALF: tl.constexpr, BASE: tl.constexpr, ASM: tl.constexpr):
 
 
 @jit()
-def _minus(plane, MIDDLE: tl.constexpr, ASM: tl.constexpr):
+def _minus(plane, zero, ASM: tl.constexpr):
     """Exact: both are small integers."""
-    middle = tl.full(plane.shape, MIDDLE, plane.dtype)
     if ASM is not None:
-        found = tl.inline_asm_elementwise(ASM, "=r,r,r", [plane, middle], dtype=plane.dtype, is_pure=True, pack=2)
+        found = tl.inline_asm_elementwise(ASM, "=r,r,r", [plane, zero], dtype=plane.dtype, is_pure=True, pack=2)
     else:
-        found = (plane.to(tl.float32) - middle.to(tl.float32)).to(plane.dtype)
+        found = (plane.to(tl.float32) - zero.to(tl.float32)).to(plane.dtype)
     return found
 
 
@@ -182,10 +157,8 @@ def _linear_planes_kernel(
     GROUP: tl.constexpr,  # columns of K that share a scale; 0: all
     SCALE_ROWS: tl.constexpr,  # rows that share a scale
     ROW_SCALE: tl.constexpr,
-    MIDDLE: tl.constexpr,  # zero point without zeros of their own, surplus included; 0: floats
-    SUBTRACT: tl.constexpr,  # whether it is taken off the weights rather than the sums
+    MIDDLE: tl.constexpr,  # zero point of integers without their own, as a plane has it
     ZERO: tl.constexpr,
-    FACTOR: tl.constexpr,  # of the sums
     BIAS: tl.constexpr,
     BASE: tl.constexpr,
     ASM: tl.constexpr,  # None in the interpreter
@@ -199,7 +172,6 @@ def _linear_planes_kernel(
     """Some tokens, one block of columns, one split of K."""
     HALF: tl.constexpr = x_ptr.dtype.element_ty
     WORDS: tl.constexpr = 128 // PLANES
-    TOTALS: tl.constexpr = MIDDLE and not SUBTRACT
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -210,7 +182,6 @@ def _linear_planes_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    ones = tl.full([BLOCK_N, WORDS], 1.0, HALF)
     scale_row = row // SCALE_ROWS * scale_stride_n
     for start in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
         for inner in tl.static_range(0, BLOCK_K, 128):
@@ -221,33 +192,30 @@ def _linear_planes_kernel(
             )
             planes = _pair(words, HALF, ASM) if PLANES == 2 else _four(words, HALF, BASE, ASM)
             sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32) if GROUP else acc
-            totals = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
             for plane in tl.static_range(PLANES):
                 k = first + WORDS * plane + j
                 live = t_live[None, :] if SIZE % 128 == 0 else t_live[None, :] & (k < SIZE)[:, None]
                 x = tl.load(x_ptr + t[None, :] * SIZE + k[:, None], mask=live, other=0.0)
-                weight = _minus(planes[plane], MIDDLE, MINUS_ASM) if SUBTRACT else planes[plane]
+                weight = planes[plane]
+                if ZERO:
+                    bits = tl.load(zero_ptr + (first + WORDS * plane) // GROUP * num_columns + row) | BASE
+                    zero = tl.broadcast_to(bits.to(HALF, bitcast=True)[:, None], [BLOCK_N, WORDS])
+                    weight = _minus(weight, zero, MINUS_ASM)
+                elif PLANES == 4:
+                    weight = _minus(weight, tl.full([BLOCK_N, WORDS], MIDDLE, HALF), MINUS_ASM)
                 sums = tl.dot(weight, x, sums)
-                if TOTALS:
-                    totals = tl.dot(ones, x, totals)
                 if GROUP and (WORDS * plane + WORDS) % GROUP == 0:
                     group = (first + WORDS * plane) // GROUP
                     scale = tl.load(scale_ptr + scale_row + group * scale_stride_g).to(tl.float32)
-                    if ZERO:
-                        zero = tl.load(zero_ptr + group * num_columns + row).to(tl.float32) + (MIDDLE - 8)
-                        sums -= zero[:, None] * totals
-                    elif TOTALS:
-                        sums -= MIDDLE * totals
                     acc += sums * scale[:, None]
                     sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-                    totals = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
             if not GROUP:
                 acc = sums
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n_live = n < num_columns
     if ROW_SCALE:
-        acc *= tl.load(row_scale_ptr + row)[:, None] * FACTOR
+        acc *= tl.load(row_scale_ptr + row)[:, None]
     if BIAS:
         bias = tl.load(bias_ptr + n, mask=n_live, other=0.0).to(tl.float32)
         acc += tl.where(split == 0, bias, 0.0)[:, None]
@@ -276,27 +244,13 @@ class Planes(NamedTuple):
 
 
 def launch_arguments(
-    x_TK: Tensor,
-    weight: Planes,
-    bias_N: Tensor | None,
-    out: Tensor,
-    *,
-    tiles: PlaneTiles,
-    middle: Literal["sums", "weights"] = "sums",
-    raw: bool = False,
+    x_TK: Tensor, weight: Planes, bias_N: Tensor | None, out: Tensor, *, tiles: PlaneTiles
 ) -> tuple[tuple[Any, ...], tuple[int, int, int], dict[str, Any]]:
-    """The kernel's arguments, grid and options; `out` is [T, N], or fp32 [X, T, N].
-
-    `middle`: what the surplus of integers is taken off. `raw`: 8-bit floats are corrected for bf16's bias by the
-    last factor, which needs tensor cores that know numbers below bf16's smallest normal one.
-    """
+    """The kernel's arguments, grid and options; `out` is [T, N], or fp32 [X, T, N]."""
     num_tokens, size = x_TK.shape
     blocks, num_columns, _ = weight.packed_BNJ.shape
     assert blocks * BLOCK % (tiles.block_k * tiles.splits) == 0
-    assert middle == "sums" or weight.zero_GN is None
-    assert not raw or (weight.row_scale_N is not None and x_TK.dtype is torch.bfloat16)
-    block_t = min(tiles.max_tokens, max(MIN_TOKENS, next_power_of_2(num_tokens)))
-    is_integer = weight.num_planes == 4
+    block_t = tiles.max_tokens if is_wanted() else min(tiles.max_tokens, max(MIN_TOKENS, next_power_of_2(num_tokens)))
     surplus = SURPLUS[x_TK.dtype]
     arguments = (
         x_TK,
@@ -310,7 +264,6 @@ def launch_arguments(
         num_columns,
         *weight.scale_strides,
     )
-    asm = _FP8_RAW if raw else _ASM[weight.num_planes, x_TK.dtype]
     options = dict(
         SIZE=size,
         PART=blocks * BLOCK // tiles.splits,
@@ -318,13 +271,11 @@ def launch_arguments(
         GROUP=weight.group,
         SCALE_ROWS=weight.scale_rows,
         ROW_SCALE=weight.row_scale_N is not None,
-        MIDDLE=8 + surplus if is_integer else 0,
-        SUBTRACT=is_integer and middle == "weights",
+        MIDDLE=8.0 + surplus,
         ZERO=weight.zero_GN is not None,
-        FACTOR=RAW_FACTOR if raw else 1.0,
         BIAS=bias_N is not None,
         BASE=torch.tensor(surplus, dtype=x_TK.dtype).view(torch.int16).item(),
-        ASM=asm if x_TK.is_cuda else None,
+        ASM=_ASM[weight.num_planes, x_TK.dtype] if x_TK.is_cuda else None,
         MINUS_ASM=_MINUS_ASM[x_TK.dtype] if x_TK.is_cuda else None,
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
@@ -338,22 +289,16 @@ def launch_arguments(
 
 
 def linear_planes_triton(
-    x_TK: Tensor,
-    weight: Planes,
-    bias_N: Tensor | None = None,
-    *,
-    tiles: PlaneTiles,
-    middle: Literal["sums", "weights"] = "sums",
-    raw: bool = False,
+    x_TK: Tensor, weight: Planes, bias_N: Tensor | None = None, *, tiles: PlaneTiles, out: Tensor | None = None
 ) -> Tensor:
-    """`x @ weight.T + bias` for few tokens, [T, N]; fp32 [X, T, N] to be added up over X where tiles split K."""
-    assert x_TK.is_contiguous()
+    """`x @ weight.T + bias` for few tokens, [T, N]; fp32 [X, T, N] to be added up over X where `out` is that."""
     num_tokens, num_columns = x_TK.shape[0], weight.packed_BNJ.shape[1]
-    if tiles.splits > 1:
-        out = torch.empty(tiles.splits, num_tokens, num_columns, dtype=torch.float32, device=x_TK.device)
-    else:
+    if out is None:
         out = torch.empty(num_tokens, num_columns, dtype=x_TK.dtype, device=x_TK.device)
+    assert x_TK.is_contiguous()
+    assert out.is_contiguous()
+    assert tiles.splits == (out.shape[0] if out.dim() == 3 else 1)
     if num_tokens:
-        arguments, grid, options = launch_arguments(x_TK, weight, bias_N, out, tiles=tiles, middle=middle, raw=raw)
+        arguments, grid, options = launch_arguments(x_TK, weight, bias_N, out, tiles=tiles)
         _linear_planes_kernel[grid](*arguments, **options)
     return out

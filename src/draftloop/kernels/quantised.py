@@ -18,23 +18,19 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.kernels.batch_invariance import is_wanted
-from draftloop.kernels.linear import DTYPES, Tiles, linear, sm_count
-from draftloop.kernels.triton_import import next_power_of_2
+from draftloop.kernels.linear import DTYPES, linear, sm_count
+from draftloop.kernels.linear_planes import BLOCK, Planes, PlaneTiles, linear_planes_triton
+from draftloop.kernels.linear_wide import Kind, gpu_name
+from draftloop.kernels.silu_mul import silu_mul
 
 MAX_TOKENS = 128
-"""Above this, reading the weights once more as floats pays."""
-BLOCK_TOKENS = 32
-"""Tokens of one program; more are several programs, of which all but the first find the weights in the cache."""
-Measured = Mapping[tuple[int, int, bool], Tiles]
-"""(N, K, may split) -> the fastest tiles on an H200."""
-
-
-class KernelCall(NamedTuple):
-    """A Triton kernel, its arguments, and its constants and launch options by name."""
-
-    kernel: Any
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+"""Of layers that were not measured: above this, reading the weights once more as floats pays."""
+INVARIANT_TOKENS = 64
+"""The tiles of this many serve any number where a token's sums must not depend on the others."""
+TilesByTokens = Mapping[int, PlaneTiles]
+"""The last number of tokens, ascending -> tiles up to it. K is split alike in all of them."""
+Measured = Mapping[str, Mapping[tuple[int, int, bool], TilesByTokens]]
+"""GPU -> (N, K, may split) -> the fastest tiles."""
 
 
 class QuantisedWeight(torch.nn.Module, ABC):
@@ -87,90 +83,74 @@ class QuantisedWeight(torch.nn.Module, ABC):
         """Whether the kernels can take this layer."""
 
     @abstractmethod
-    def kernel_call(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> KernelCall:
-        """The kernel and what it is called with, to write [T, N], or fp32 [X, T, N]."""
+    def planes(self) -> Planes:
+        """The stored tensors, as the kernel wants them."""
 
-    def launch(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> None:
-        """Run the kernel."""
-        assert x_TK.is_contiguous()
-        assert out.is_contiguous()
-        if x_TK.shape[0]:
-            call = self.kernel_call(x_TK, bias_N, out, tiles)
-            call.kernel[self._grid(x_TK, tiles)](*call.arguments, **call.options)
-
-    def compile_ahead(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles) -> None:
-        """Compile what `launch` would run; from any thread."""
-        call = self.kernel_call(x_TK, bias_N, out, tiles)
-        call.kernel.warmup(*call.arguments, grid=self._grid(x_TK, tiles), **call.options)
-
-    def _grid(self, x_TK: Tensor, tiles: Tiles) -> tuple[int, int, int]:
-        # blocks of tokens are next to each other in time, so that they find their weights in the cache
-        return -(-x_TK.shape[0] // token_block(x_TK.shape[0])), -(-self.shape[0] // tiles.block_n), tiles.splits
+    def arranged(self, x_TK: Tensor) -> Tensor:
+        """Activations in the order of the stored columns."""
+        return x_TK
 
     def linear_torch(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """Reference of `linear_triton`; by floats, which take more memory for the time of a call."""
         return F.linear(x_TK, self.dequantise_torch(x_TK.dtype), bias_N)
 
-    def linear_many(self, x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """For more tokens than the kernel takes."""
-        return linear(x_TK, self.dequantise(x_TK.dtype), bias_N)
+    def linear_many(self, x_TK: Tensor, bias_N: Tensor | None, kind: Kind) -> Tensor:
+        """For more tokens than the kernel takes. Where sums are asked for, [T, N] will do."""
+        out_TN = linear(x_TK, self.dequantise(x_TK.dtype), bias_N)
+        return silu_mul(out_TN) if kind is Kind.GATED else out_TN
 
     def linear_triton(
-        self,
-        x_TK: Tensor,
-        bias_N: Tensor | None = None,
-        *,
-        tiles: Tiles | None = None,
-        out_TN: Tensor | None = None,
+        self, x_TK: Tensor, bias_N: Tensor | None = None, *, tiles: PlaneTiles, out_TN: Tensor | None = None
     ) -> Tensor:
-        """Twin of `linear_torch` for few tokens. `tiles` None: as measured, or chosen."""
-        tiles = tiles or self.tiles(may_split=False)
-        assert tiles.splits == 1
-        if out_TN is None:
-            out_TN = torch.empty(x_TK.shape[0], self.shape[0], dtype=x_TK.dtype, device=x_TK.device)
-        self.launch(x_TK, bias_N, out_TN, tiles)
-        return out_TN
+        """Twin of `linear_torch` for few tokens."""
+        return linear_planes_triton(self.arranged(x_TK), self.planes(), bias_N, tiles=tiles, out=out_TN)
 
-    def linear_split_triton(self, x_TK: Tensor, bias_N: Tensor | None = None, *, tiles: Tiles | None = None) -> Tensor:
+    def linear_split_triton(self, x_TK: Tensor, bias_N: Tensor | None = None, *, tiles: PlaneTiles) -> Tensor:
         """fp32 [X, T, N], to be added up over X: the sums over each part of K; the bias is in the first."""
-        tiles = tiles or self.tiles(may_split=True)
         sums_XTN = torch.empty(tiles.splits, x_TK.shape[0], self.shape[0], dtype=torch.float32, device=x_TK.device)
-        self.launch(x_TK, bias_N, sums_XTN, tiles)
-        return sums_XTN
+        return linear_planes_triton(self.arranged(x_TK), self.planes(), bias_N, tiles=tiles, out=sums_XTN)
 
     def linear(self, x_TK: Tensor, bias_N: Tensor | None, out_TN: Tensor | None) -> Tensor:
         """What `linear.linear` promises."""
-        if x_TK.is_cuda and self._is_skinny(x_TK):
-            return self.linear_triton(x_TK, bias_N, out_TN=out_TN)
-        found = self.linear_many(x_TK, bias_N)
+        if tiles := self.tiles_for(x_TK, may_split=False):
+            return self.linear_triton(x_TK, bias_N, tiles=tiles, out_TN=out_TN)
+        found = self.linear_many(x_TK, bias_N, Kind.PLAIN)
         return found if out_TN is None else out_TN.copy_(found)
 
     def residual_linear(self, x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
         """What `linear.residual_linear` promises."""
-        if x_TK.is_cuda and self._is_skinny(x_TK) and self.tiles(may_split=True).splits > 1:
-            return self.linear_split_triton(x_TK, bias_N)
-        return self.linear(x_TK, bias_N, None)
+        tiles = self.tiles_for(x_TK, may_split=True)
+        if tiles is None:
+            return self.linear_many(x_TK, bias_N, Kind.SUMS)
+        run = self.linear_split_triton if tiles.splits > 1 else self.linear_triton
+        return run(x_TK, bias_N, tiles=tiles)
 
-    def max_tokens(self, x_TK: Tensor) -> int:
-        """Of passes that the kernel takes."""
-        return MAX_TOKENS
+    def gated_linear(self, x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """`silu(first half) * second half`, [T, N / 2]."""
+        if tiles := self.tiles_for(x_TK, may_split=False):
+            return silu_mul(self.linear_triton(x_TK, bias_N, tiles=tiles))
+        return self.linear_many(x_TK, bias_N, Kind.GATED)
 
-    def _is_skinny(self, x_TK: Tensor) -> bool:
-        return (
-            x_TK.dim() == 2
-            and x_TK.shape[0] > 0
-            and (
-                x_TK.shape[0] <= self.max_tokens(x_TK) or is_wanted()
-            )  # the kernel's sums never depend on other tokens
-            and x_TK.dtype in DTYPES
-            and x_TK.is_contiguous()
-            and self.takes()
-        )
+    def tiles_for(self, x_TK: Tensor, *, may_split: bool) -> PlaneTiles | None:
+        """None: not on a GPU, or too many tokens for the kernel."""
+        if not (x_TK.is_cuda and x_TK.dim() == 2 and x_TK.dtype in DTYPES and x_TK.is_contiguous() and self.takes()):
+            return None
+        num_tokens = x_TK.shape[0]
+        tiles = self.tiles(gpu_name(x_TK.device), sm_count(x_TK.device), may_split=may_split)
+        if is_wanted():
+            num_tokens = INVARIANT_TOKENS
+        elif not 0 < num_tokens <= self.max_tokens(x_TK):
+            return None
+        return next((tiles[last] for last in tiles if num_tokens <= last), None)
 
-    def tiles(self, *, may_split: bool) -> Tiles:
-        """The same for any number of tokens, so that a token's sums do not depend on how many others there are."""
-        device = next(self.parameters()).device
-        return self.measured.get((*self.shape, may_split)) or choose(*self.shape, sm_count(device), may_split=may_split)
+    def max_tokens(self, x_TK: Tensor) -> float:
+        """Above which `linear_many` is always faster."""
+        return float("inf")
+
+    def tiles(self, gpu: str, num_sms: int, *, may_split: bool) -> TilesByTokens:
+        """As measured, or chosen."""
+        found = self.measured.get(gpu, {}).get((*self.shape, may_split))
+        return found or choose(*self.shape, num_sms, may_split=may_split)
 
 
 class Part(NamedTuple):
@@ -190,21 +170,17 @@ class Part(NamedTuple):
 
 
 @functools.cache
-def choose(num_columns: int, size: int, num_sms: int, *, may_split: bool) -> Tiles:
+def choose(num_columns: int, size: int, num_sms: int, *, may_split: bool) -> TilesByTokens:
     """Tiles of a layer that was not measured: as wide as leaves every SM something to read.
 
     K is split where there are few columns and a norm follows.
     """
     splits = 1
     if may_split and num_columns < 64 * num_sms:
-        splits = next((splits for splits in (4, 2) if size % (128 * splits) == 0), 1)
-    block_n = next((width for width in (128, 64, 32) if -(-num_columns // width) * splits >= num_sms), 16)
-    return Tiles(block_n, 128, splits, 4, 4)
-
-
-def token_block(num_tokens: int) -> int:
-    """Tokens of one program."""
-    return min(BLOCK_TOKENS, max(16, next_power_of_2(num_tokens)))
+        splits = next((splits for splits in (4, 2) if -(-size // BLOCK) % splits == 0), 1)
+    block_n = next((width for width in (128, 64) if -(-num_columns // width) * splits >= num_sms), 32)
+    few = PlaneTiles(block_n, BLOCK, splits, max_tokens=8, num_warps=4 if block_n > 32 else 2, num_stages=4)
+    return {8: few, MAX_TOKENS: few._replace(max_tokens=32)}
 
 
 def stored(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
