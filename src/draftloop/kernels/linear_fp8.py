@@ -119,7 +119,8 @@ class Fp8Weight(QuantisedWeight):
             # blocks that fit between the parts' edges and divide K
             block = (math.gcd(block[0], *(parts or (num_columns,))), math.gcd(block[1], size))
         self.block = block
-        self.packed_BNS = stored(-(-size // BLOCK), num_columns, BLOCK, dtype=FP8, device=device)
+        width = size if size % BLOCK else BLOCK
+        self.packed_BNS = stored(size // width, num_columns, width, dtype=FP8, device=device)
         rows, columns = (num_columns, 1) if block is None else (num_columns // block[0], size // block[1])
         self.scale_PQ = stored(rows, columns, dtype=torch.float32, device=device)
         self.input_scale = stored(1, dtype=torch.float32, device=device) if activations == "static" else None
@@ -128,9 +129,8 @@ class Fp8Weight(QuantisedWeight):
 
     def fill(self, start: int, values: Fp8Values) -> None:
         num_rows, size = values.weight_NK.shape
-        padding = self.packed_BNS.shape[0] * BLOCK - size
-        padded_NK = torch.nn.functional.pad(values.weight_NK.view(torch.uint8), (0, padding))
-        self.packed_BNS.data.view(torch.uint8)[:, start : start + num_rows] = pack_fp8(padded_NK)
+        packed_BNS = pack_fp8(values.weight_NK.view(torch.uint8))
+        self.packed_BNS.data.view(torch.uint8)[:, start : start + num_rows] = packed_BNS
         scale_PQ, rows = values.scale_PQ.float(), self.block[0] if self.block else 1
         if self.block is not None:
             assert values.block is not None
@@ -151,8 +151,7 @@ class Fp8Weight(QuantisedWeight):
         return Fp8Values((weight_NK.float() / scale).to(FP8), scale.expand(rows, columns), self.block)
 
     def dequantise_torch(self, dtype: torch.dtype) -> Tensor:
-        weight_NK = unpack_fp8(self.packed_BNS)[:, : self.shape[1]]
-        return Fp8Values(weight_NK, self.scale_PQ, self.block).dequantise().to(dtype)
+        return Fp8Values(unpack_fp8(self.packed_BNS), self.scale_PQ, self.block).dequantise().to(dtype)
 
     def dequantise_triton(self, dtype: torch.dtype) -> Tensor:
         num_columns, size = self.shape

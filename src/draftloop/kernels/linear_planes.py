@@ -41,13 +41,17 @@ class PlaneTiles(NamedTuple):
 
 
 def pack_fp8(weight_NK: Tensor) -> Tensor:
-    """e4m3 [N, K], K a multiple of 128 -> e4m3 [B, N, 128], each block's columns 0, 64, 1, 65, .."""
+    """e4m3 [N, K] -> e4m3 [B, N, 128], each block's columns 0, 64, 1, 65, ..; [1, N, K] as it is unless 128 divides K"""
+    if weight_NK.shape[1] % BLOCK:
+        return weight_NK.unsqueeze(0)
     bytes_NBPJ = weight_NK.view(torch.uint8).unflatten(1, (-1, 2, BLOCK // 2))
     return bytes_NBPJ.permute(1, 0, 3, 2).flatten(2).contiguous().view(weight_NK.dtype)
 
 
 def unpack_fp8(packed_BNS: Tensor) -> Tensor:
     """Undo `pack_fp8`."""
+    if packed_BNS.shape[2] != BLOCK:
+        return packed_BNS[0]
     bytes_BNJP = packed_BNS.view(torch.uint8).unflatten(2, (BLOCK // 2, 2))
     return bytes_BNJP.permute(1, 0, 3, 2).flatten(1).view(packed_BNS.dtype)
 
