@@ -41,7 +41,7 @@ class PlaneTiles(NamedTuple):
 
 
 def pack_fp8(weight_NK: Tensor) -> Tensor:
-    """e4m3 [N, K] -> e4m3 [B, N, 128], each block's columns 0, 64, 1, 65, ..; [1, N, K] as it is unless 128 divides K"""
+    """e4m3 [N, K] -> e4m3 [B, N, 128], each block's columns 0, 64, 1, 65, ..; [1, N, K] as is unless 128 divides K"""
     if weight_NK.shape[1] % BLOCK:
         return weight_NK.unsqueeze(0)
     bytes_NBPJ = weight_NK.view(torch.uint8).unflatten(1, (-1, 2, BLOCK // 2))
