@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,30 @@ def test_logits_and_hidden_states_are_those_of_transformers(name: str, device: t
         torch.testing.assert_close(logits, expected.logits[0], atol=tolerance, rtol=0)
         for layer, state in zip((2, 0, 1), aux, strict=True):
             torch.testing.assert_close(state, expected.hidden_states[layer][0], atol=tolerance, rtol=0)
+
+
+def test_passes_side_by_side_do_not_mix(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are warmed up by passes of several sizes, in threads: each begins while another is inside."""
+    make_reference("starcoder2", tmp_path)
+    model, lengths = load(tmp_path, device), (NUM_TOKENS, 23)
+
+    def run(length: int) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            logits, aux = run_chunks(model, torch.arange(length), [length], aux_layers=(1,))
+        return [logits, *aux]
+
+    alone = [run(length) for length in lengths]
+    meet, attend = threading.Barrier(len(lengths), timeout=30), model.backend.attend
+
+    def attend_together(*args: Any, **options: Any) -> None:
+        meet.wait()
+        attend(*args, **options)
+
+    monkeypatch.setattr(model.backend, "attend", attend_together)
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        together = list(pool.map(run, lengths))
+    for ours, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize(

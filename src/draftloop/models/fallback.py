@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,22 @@ def _table(layer: torch.nn.Module | None) -> Tensor:
     return weight
 
 
-@dataclass(kw_only=True)
-class _Pass:
-    """What attention layers and hooks of one model need to know of the pass that runs."""
+class _Pass(threading.local):
+    """What attention layers and hooks of one model need to know of the pass that runs.
 
-    backend: AttentionBackend
-    caches: LayerCaches = ()
+    Each thread has its own: kernels are warmed up by passes side by side, and not all of transformers' code hands on
+    what a caller gives to its attention.
+    """
+
     batch: AttentionBatch | None = None
     aux_layers: tuple[int, ...] = ()
-    aux: dict[int, Tensor] = field(default_factory=dict)
-    attended: list[int] = field(default_factory=list)
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        """Called in every thread that uses it."""
+        self.backend = backend
+        self.caches: LayerCaches = ()
+        self.aux: dict[int, Tensor] = {}
+        self.attended: list[int] = []
 
 
 def attend(
@@ -74,7 +80,8 @@ def attend(
     Raises ConfigError for attention that the backends do not have.
     """
     current: _Pass = module.draftloop_pass
-    shape, batch = current.backend.shape, current.batch
+    backend, batch = current.backend, current.batch
+    shape = backend.shape
     assert batch is not None
     sizes = ((shape.num_heads, shape.head_dim), *((shape.num_kv_heads, shape.head_dim),) * 2)
     if tuple((x.shape[1], x.shape[3]) for x in (query, key, value)) != sizes:
@@ -92,7 +99,7 @@ def attend(
         side.index_copy_(0, batch.slots_T, stored(rows, kv_2PSGD))
     # allocated here: a piecewise graph breaks at the call, and its next segment reads this memory
     out_THD = torch.empty_like(q_THD)
-    batch.attend(lambda: current.backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=sliding_window))
+    batch.attend(lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=sliding_window))
     current.attended.append(module.layer_idx)
     return out_THD[None].to(query.dtype), None
 
@@ -118,7 +125,7 @@ class FallbackDecoder(Decoder):
         shape = (config.hidden_size,)
         norms = [weight for part in body.children() for weight in part.parameters(False) if weight.shape == shape]
         self.final_norm = norms[-1] if norms else torch.ones(shape)
-        self._pass = _Pass(backend=backend)
+        self._pass = _Pass(backend)
         for module in body.modules():
             if hasattr(module, "layer_idx"):
                 module.__dict__["draftloop_pass"] = self._pass  # neither a module nor a weight
