@@ -40,7 +40,6 @@ class EagleBase(PairDrafter[EagleConfig, EagleHead]):
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)
         self._aux_layers = self.config.aux_layers(target.config.num_layers, spec.aux_layer_offset)
-        self.backend_class.check_tree(self.tree, self.config.model.sliding_window)
         check_width(self.tree, self.config.draft_vocab_size)
 
     def find(self) -> EagleConfig:

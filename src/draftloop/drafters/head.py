@@ -87,6 +87,7 @@ class HeadDrafter(Drafter, Generic[ConfigT]):
         """Their sizes on this rank."""
         self.shape = attention_shape(self.layers, page_size=target.page_size, dtype=target.dtype)
         self.backend_class = attention_backend(spec.attention_backend or "auto", target.device.type)
+        self.backend_class.check_tree(self.tree, self.config.model.sliding_window)
         self.backend_class.check(self.shape, target.device.type)
 
     @abstractmethod
