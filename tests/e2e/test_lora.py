@@ -89,6 +89,15 @@ def test_each_row_has_its_adapter_in_every_mode(device: str, mode: str, num_draf
     llm.close()
 
 
+def test_a_row_alone_has_its_adapter_at_each_of_its_tokens(device: str) -> None:
+    """In a graph for one row, whose number is that of several tokens."""
+    more = settings(speculative_config=drafting_spec(), max_num_seqs=1, cudagraph_capture_sizes=(1,))
+    llm = make_engine(device=device, dtype="float32", **more)
+    (asked_, names), said = asked(3), expected(count=3, device=device)
+    assert answers(llm.generate(asked_, greedy(), lora_request=names)) == said
+    llm.close()
+
+
 @pytest.mark.parametrize("name", ["ngram", "eagle3", "medusa", "dflash", "suffix", "cascade"])
 def test_drafters_of_the_base_model_change_no_text(device: str, name: str) -> None:
     asked_, names = asked()

@@ -80,7 +80,8 @@ def target_phases(
         if state.adapter_M is None:
             return batch
         adapters_R = state.adapter_M.index_select(0, rows)
-        return replace(batch, adapters_T=adapters_R[:, None].expand(-1, num_per_row).flatten())
+        # of one row `flatten` alone makes a view: one number, which kernels would read past
+        return replace(batch, adapters_T=adapters_R[:, None].expand(-1, num_per_row).contiguous().flatten())
 
     def prefill(
         launch: Launch, rows: Tensor, query_starts: Tensor, kv_lens: Tensor, *, report: bool = False

@@ -228,6 +228,9 @@ def adapted(out: Tensor, x_TK: Tensor, adapters_T: Tensor | None, stack: LoraSta
     """
     if stack is None or adapters_T is None:
         return out
+    # kernels take the pointer alone: a view of one number for all tokens would send them past its end
+    assert adapters_T.is_contiguous()
+    assert adapters_T.shape == x_TK.shape[:1]
     out_TN = out if out.dim() == 2 else out[0]  # of split sums any may take it
     if x_TK.is_cuda and (x_TK.shape[0] <= MAX_TOKENS or is_wanted()):
         lora_triton(out_TN, x_TK, adapters_T, stack)
