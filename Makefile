@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Through the environment, so that quotes in a prompt survive.
 export PROMPT
 
-.PHONY: help run test gpu-test bench lint format types layers page install install-dev browser clean
+.PHONY: help run test gpu-test bench lint format types layers page docs sbom install install-dev browser clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,15 @@ layers: install-dev ## check that imports point one way
 
 page: web/node_modules/.installed ## check, test and build the server's page, which is committed (needs npm)
 	@cd web && npm run --silent check && npm run --silent test && npm run --silent build
+
+docs: $(VENV)/bin/python ## build the documents as a site: build/site
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet --group docs
+	@$(BIN)/mkdocs build --quiet
+
+sbom: install-dev ## what draftloop is installed with here, as CycloneDX: build/sbom.json
+	@mkdir -p build
+	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(BIN)/python
 
 browser: # Chromium, for tests of the page, where it can be had
 	@tools/install_browser.sh

@@ -301,3 +301,28 @@ def test_version(capsys):
 
     cli.main(["--version"])
     assert capsys.readouterr().out.strip() == draftloop.__version__
+
+
+def test_collect_env_says_what_runs_here_and_keeps_the_key(monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setenv("DRAFTLOOP_API_KEY", "secret-key")
+    monkeypatch.setenv("DRAFTLOOP_LOG_LEVEL", "WARNING")
+    cli.main(["collect-env", "--json"])
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["environment"]["DRAFTLOOP_LOG_LEVEL"] == "WARNING"
+    assert found["environment"]["DRAFTLOOP_API_KEY"] == "set, not shown"
+    assert "secret-key" not in text
+    assert any("cudagraph_mode" in section for section in found.values())  # with its reason
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_that_knows_commands_and_options(shell, capsys):
+    cli.main(["completion", shell])
+    script = capsys.readouterr().out
+    for name in ("check-drafter", "collect-env", "max-num-seqs"):
+        assert name in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)

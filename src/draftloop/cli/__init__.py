@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError, Parameter
 import draftloop
 from draftloop.bench import prompts as prompt_sets
 from draftloop.bench.demo import Demo, follow, write_now
+from draftloop.cli.about import add_about
 from draftloop.cli.bench import bench
 from draftloop.cli.options import (
     FLAG,
@@ -49,6 +50,7 @@ app = App(name="draftloop", version=draftloop.__version__, help=draftloop.__doc_
 app.command(bench)
 add_serve(app)
 add_train(app)
+add_about(app)
 
 logger = log.get_logger(__name__)
 
