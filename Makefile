@@ -48,7 +48,7 @@ page: web/node_modules/.installed ## check, test and build the server's page, wh
 docs: $(VENV)/bin/python ## build the documents as a site: build/site
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install --quiet --group docs
-	@$(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 sbom: install-dev ## what draftloop is installed with here, as CycloneDX: build/sbom.json
 	@mkdir -p build
