@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from draftloop.errors import ConfigError
 from draftloop.kernels.fp8_cache import FP8, FP8_MAX, to_cache
 from draftloop.kernels.rope_write import rope_write_torch, rope_write_triton
 from helpers import answers, assert_all_free, engine, example_configs, greedy, make_engine, prompts, tiny_model
+from quantized import change, quantised_copy
 
 CASE = Case(lens=[(1, 40), (4, 37), (3, 3)], heads=4, kv_heads=2, head_dim=64, padding=1)
 
@@ -100,3 +103,29 @@ def test_the_drafter_keeps_its_own_type_and_acceptance() -> None:
 def test_an_unknown_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'fp4'"):
         make_engine(kv_cache_dtype="fp4")
+
+
+def with_cache_scales(folder: Path, value: float) -> str:
+    copy, _ = quantised_copy(tiny_model(), folder, "compressed fp8 per tensor, static")
+    change(copy, **{f"model.layers.0.self_attn.{name}_scale": torch.tensor([value]) for name in "kv"})
+    return str(copy)
+
+
+def test_scales_in_a_checkpoint_are_not_needed_by_a_wider_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="draftloop"):
+        make_engine(with_cache_scales(tmp_path, 0.5)).close()
+    assert "2 scales of an 8-bit cache are not needed: the cache is torch.float32" in caplog.text
+
+
+def test_scales_in_a_checkpoint_other_than_one_are_refused(tmp_path: Path) -> None:
+    folder = with_cache_scales(tmp_path, 0.5)
+    with pytest.raises(ConfigError, match=r"self_attn\.k_scale is 0\.5, .* leave kv_cache_dtype at auto"):
+        make_engine(folder, kv_cache_dtype="fp8")
+
+
+def test_scales_in_a_checkpoint_of_one_are_taken(tmp_path: Path) -> None:
+    llm = make_engine(with_cache_scales(tmp_path, 1.0), kv_cache_dtype="fp8")
+    assert len(answers(llm.generate(prompts(1), greedy(4)))[0]) == 4
+    llm.close()

@@ -113,14 +113,6 @@ def test_an_output_head_that_is_quantised_becomes_plain(tmp_path: Path) -> None:
     torch.testing.assert_close(load(folder).lm_head.data, values.dequantise())
 
 
-def test_scales_of_an_8_bit_cache_are_passed_over(tmp_path: Path) -> None:
-    folder, _ = quantised_copy(tiny_model(), tmp_path, "compressed fp8 per tensor, static")
-    change(
-        folder, **{"model.layers.0.self_attn.k_scale": torch.ones(1), "model.layers.0.self_attn.v_scale": torch.ones(1)}
-    )
-    load(folder)
-
-
 # ---- online ---------------------------------------------------------------------------------
 
 

@@ -42,7 +42,9 @@ STAGE_BYTES = 64 << 20
 """Pinned memory of each thread."""
 SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale")
-"""Of 8-bit caches, last part of the name; not read, since the scale of a cache is 1 here."""
+"""Of 8-bit caches, last part of the name; not applied, since the scale of a cache is 1 here."""
+APPLIED_SCALES = ("k_scale", "v_scale", "kv_scale")
+"""Those that an 8-bit cache would need: the cache holds keys and values only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,9 @@ def fill_from_files(
         destinations = model.destinations(tensors.shapes)
         skipped = model.needless(tensors.shapes) | mtp_tensors(tensors.shapes, model.config.num_layers)
         zero_biases = _needless_of_quantised(tensors, destinations)
-        skipped |= zero_biases | {name for name in tensors.shapes if name.endswith(CACHE_SCALES)}
+        scales = {name for name in tensors.shapes if name.endswith(CACHE_SCALES)}
+        _check_cache_scales(tensors, scales, model.backend.shape.kv_dtype)
+        skipped |= zero_biases | scales
         _check_kinds(tensors, destinations, quantisation)
         check_tensors(tensors, destinations, skipped, files[0].parent)
         _warn_of_rounding(tensors, destinations)
@@ -205,6 +209,21 @@ def check_tensors(tensors: Tensors, destinations: Mapping[str, Destination], ski
             f"the weights in {folder} do not fit config.json: {'; '.join(wrong[:MAX_NAMED])}{more}. "
             "Check that both are of the same model"
         )
+
+
+def _check_cache_scales(tensors: Tensors, names: set[str], kv_dtype: torch.dtype) -> None:
+    """An 8-bit cache has scale 1: others, which the weights were calibrated for, are refused rather than ignored."""
+    if not names:
+        return
+    if kv_dtype.itemsize > 1:
+        logger.info("%d scales of an 8-bit cache are not needed: the cache is %s", len(names), kv_dtype)
+        return
+    for name in sorted(names):
+        if name.endswith(APPLIED_SCALES) and bool(((scale := tensors.read(name)) != 1).any()):
+            raise ConfigError(
+                f"{name} is {scale.flatten()[0].item():g}, but an fp8 cache supports only scales of 1; "
+                "leave kv_cache_dtype at auto"
+            )
 
 
 def _check_kinds(tensors: Tensors, destinations: Mapping[str, Destination], quantisation: Quantisation | None) -> None:
