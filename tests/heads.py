@@ -209,9 +209,28 @@ def mtp_weights(
     return weights
 
 
+def module_weights(style: str, m: int) -> dict[str, Tensor]:
+    """Those of the m-th of several modules, under the names of the first. Qwen's share all but their layers."""
+    if not m:
+        return mtp_weights(style)
+    other = {name: w.roll(m, 0) for name, w in mtp_weights(style).items()}
+    return mtp_weights(style) | {name: w for name, w in other.items() if style != "qwen" or "layers.0." in name}
+
+
+def _numbered(style: str, name: str, m: int) -> str:
+    if style == "deepseek":
+        return name.replace(f"layers.{LAYERS}.", f"layers.{LAYERS + m}.")
+    return name.replace("layers.0.", f"layers.{m}.")
+
+
 @functools.cache
-def mtp_target(style: str, variant: str = "") -> str:
-    """Folder of the tiny target with a module beside its layers."""
+def mtp_target(style: str, variant: str = "", *, modules: int = 1) -> str:
+    """Folder of the tiny target with a module beside its layers, or several."""
+    if modules > 1:
+        weights = {}
+        for m in range(modules):
+            weights |= {_numbered(style, name, m): w for name, w in module_weights(style, m).items()}
+        return write_mtp_target(f"mtp-{style}-{modules}", style, weights)
     return write_mtp_target(f"mtp-{style}{variant}", style, mtp_variant(style, variant))
 
 

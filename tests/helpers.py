@@ -391,7 +391,10 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
             }
         ],
         "gemma4_mtp": [{"method": "gemma4_mtp", "model": gemma4_assistant(ordered=True), "num_speculative_tokens": 3}],
-        "mtp": [{"method": "mtp", "num_speculative_tokens": 3}],
+        "mtp": [
+            {"method": "mtp", "num_speculative_tokens": 3},
+            {"method": "mtp", "model": mtp_target("deepseek", modules=2), "num_speculative_tokens": 3},
+        ],
         "medusa": [{"method": "medusa", "model": tiny_medusa("medusa"), "num_speculative_tokens": 3}],
         "pard": [{"method": "pard", "model": tiny_pard(), "num_speculative_tokens": 3}],
         "peagle": [{"method": "peagle", "model": tiny_peagle("peagle"), "num_speculative_tokens": 3}],
@@ -417,7 +420,9 @@ def example_target(spec: Mapping[str, Any] | None) -> str | None:
     from heads import mtp_target
 
     method = spec.get("method") if isinstance(spec, Mapping) else None
-    return gemma4_target() if method == "gemma4_mtp" else mtp_target("deepseek") if method == "mtp" else None
+    if method == "gemma4_mtp":
+        return gemma4_target()
+    return (spec.get("model") or mtp_target("deepseek")) if method == "mtp" else None
 
 
 @functools.cache

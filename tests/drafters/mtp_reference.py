@@ -56,3 +56,23 @@ class MtpReference(Reference):
         x = x + self.mlp(norm(x, self.w[f"{layer}post_attention_layernorm.weight"], self.eps), layer)
         out = norm(x, self.w[f"{last_norm}.weight"], self.eps)
         return out, out @ self.head.T
+
+
+@torch.no_grad()
+def round_robin(modules: list[MtpReference], tokens: list[int], states: Tensor, num_drafts: int) -> list[int]:
+    """Greedy drafts after `tokens`. `states`: the target's at positions 0 .. N - 2.
+
+    Module m pairs the state of module m - 1 at p with the token at p + 1 + m. When each has made a draft, their
+    states at the last position follow the target's, and the first goes on.
+    """
+    hidden, known, drafts = states[: len(tokens) - 1], list(tokens), []
+    while True:
+        state, last = hidden, []
+        for m, module in enumerate(modules):
+            state, logits = module.run(torch.tensor(known[1 + m :]), state)
+            drafts.append(int(logits[-1].argmax()))
+            if len(drafts) == num_drafts:
+                return drafts
+            known.append(drafts[-1])
+            last.append(state[-1:])
+        hidden = torch.cat([hidden, *last])

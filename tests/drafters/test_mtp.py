@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_reference import hf_model, hf_states
-from mtp_reference import MtpReference
+from mtp_reference import MtpReference, round_robin
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import MtpModel
 
@@ -23,8 +23,20 @@ from draftloop.kernels.rms_norm import Store
 from draftloop.models.config import PRESETS, ModelConfig
 from draftloop.models.dense import attention_shape
 from gemma4 import gemma4_target
-from heads import MTP_KEYS, mtp_target, mtp_variant, mtp_weights, write_mtp_target
-from helpers import HIDDEN, LAYERS, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
+from heads import MTP_KEYS, module_weights, mtp_target, mtp_variant, mtp_weights, write_mtp_target
+from helpers import (
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    answers,
+    engine,
+    greedy,
+    make_engine,
+    oracle,
+    prompts,
+    run_through,
+    tiny_model,
+)
 
 K = 4
 CASES = [
@@ -49,6 +61,12 @@ def drafting(style: str, variant: str = "", *, forced: float | None = None, k: i
 def reference(style: str, variant: str = "") -> MtpReference:
     tables = hf_model(tiny_model())
     return MtpReference(style, mtp_variant(style, variant), tables.model.embed_tokens.weight, tables.lm_head.weight)
+
+
+def references(style: str, num_modules: int) -> list[MtpReference]:
+    tables = hf_model(tiny_model())
+    embed, head = tables.model.embed_tokens.weight, tables.lm_head.weight
+    return [MtpReference(style, module_weights(style, m), embed, head) for m in range(num_modules)]
 
 
 @pytest.mark.parametrize(("style", "variant"), CASES)
@@ -163,20 +181,66 @@ def test_the_module_is_that_of_transformers():
     torch.testing.assert_close(memory, expected, atol=1e-4, rtol=0)
 
 
-def test_of_several_modules_the_first_makes_all_drafts():
-    """As vLLM runs them."""
-    second = {name.replace("layers.0.", "layers.1."): torch.randn_like(w) for name, w in mtp_weights("mimo").items()}
-    folder = write_mtp_target("mtp-two", "mimo", {**mtp_weights("mimo"), **second}, num_nextn_predict_layers=2)
-    spec = {"method": "mtp", "num_speculative_tokens": 3}
-    llm = make_engine(folder, speculative_config=spec)
-    assert "the first of 2 makes all drafts" in llm.engine.drafter.describe()
-    core, prompt = llm.engine.core, prompts(4)[2]
-    core.add("0", prompt, greedy(4))
-    core.step()
-    (sequence,) = core.scheduler.running
-    tokens = prompt + sequence.output_ids
-    expected = reference("mimo").chain(tokens, hf_states(tiny_model(), tokens)[1], 3)[0]
-    assert core.worker.state.drafts_MK[sequence.row].tolist() == expected
+@pytest.mark.parametrize(
+    ("style", "num_modules", "k"),
+    [("deepseek", 2, 1), ("deepseek", 2, 2), ("deepseek", 3, 3), ("mimo", 2, 3), ("mimo", 3, 4), ("qwen", 2, 4)],
+)
+def test_several_modules_draft_as_the_reference_after_every_step(style, num_modules, k):
+    """Fewer drafts than modules, as many, and more. Blocks end everywhere, prompts come in chunks, and some are
+    shorter than what the last module reads ahead."""
+    spec = {"method": "mtp", "num_speculative_tokens": k, "rejection_sample_method": "synthetic"}
+    spec["synthetic_acceptance_length"] = 1 + k / 2
+    llm = make_engine(
+        mtp_target(style, modules=num_modules),
+        speculative_config=spec,
+        cudagraph_capture_sizes=(2, 8),
+        max_num_batched_tokens=24,
+    )
+    llm.engine.table.poison = True
+    assert f"({min(num_modules, k)} of {num_modules} draft)" in llm.engine.drafter.describe()
+    core, state, other = llm.engine.core, llm.engine.core.worker.state, references(style, num_modules)
+    for i, prompt in enumerate([*prompts(3), [7], [7, 9]]):
+        core.add(str(i), prompt, greedy(20))
+    ends = set()
+
+    def check() -> None:
+        for sequence in core.scheduler.running:
+            if sequence.output_ids:
+                tokens = sequence.prompt_ids + sequence.output_ids
+                drafts = round_robin(other[:k], tokens, hf_states(tiny_model(), tokens)[1], k)
+                assert state.drafts_MK[sequence.row].tolist() == drafts
+                ends.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
+
+    run_through(llm, check)
+    assert {0, k} <= ends
+    assert len(ends) >= min(k + 1, 3), "blocks end at many places"
+    llm.close()
+
+
+def test_behind_a_prefix_that_was_found_several_modules_draft_the_same():
+    """The last tokens found run again, since what modules keep of them depends on those after them."""
+    llm = make_engine(
+        mtp_target("deepseek", modules=3),
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3},
+        enable_prefix_caching=True,
+    )
+    core, state, other = llm.engine.core, llm.engine.core.worker.state, references("deepseek", 3)
+    start = [(7 * i + 3) % VOCAB for i in range(40)]
+    llm.generate([[*start, 5, 6]], greedy(2))
+    core.add("again", [*start[:32], 1], greedy(8))
+    found = []
+
+    def check() -> None:
+        for sequence in core.scheduler.running:
+            if sequence.output_ids:
+                tokens = sequence.prompt_ids + sequence.output_ids
+                drafts = round_robin(other, tokens, hf_states(tiny_model(), tokens)[1], 3)
+                assert state.drafts_MK[sequence.row].tolist() == drafts
+                found.append(sequence.num_cached)
+
+    run_through(llm, check)
+    assert found
+    assert set(found) == {32 - 3}
     llm.close()
 
 

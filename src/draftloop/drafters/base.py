@@ -216,6 +216,12 @@ class Drafter(ABC):
         return self.samples and self.spec.draft_sample_method != "greedy"
 
     @property
+    def num_rerun(self) -> int:
+        """Last tokens of a prefix found in the caches that run again (drafters that `reuses_prefixes`): what is kept of
+        them depends on tokens after them, which were another request's. At most a page."""
+        return 1
+
+    @property
     def remembers(self) -> bool:
         """Drafts depend on earlier requests too, so that a seed repeats a request's distribution, not its tokens."""
         return False

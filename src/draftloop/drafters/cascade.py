@@ -126,6 +126,10 @@ class CascadeDrafter(Drafter):
         return any(part.sampled for part in self.parts)
 
     @property
+    def num_rerun(self) -> int:
+        return max(part.num_rerun for part in self.parts)
+
+    @property
     def remembers(self) -> bool:
         return any(part.remembers for part in self.parts)
 

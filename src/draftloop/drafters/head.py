@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -120,6 +121,18 @@ class HeadDrafter(Drafter, Generic[ConfigT]):
 
     def make(self, make_head: MakeHead[ConfigT, HeadU]) -> HeadU:
         """The module with its weights, or random ones; it has the target's tables where it has none."""
+        (head,) = self.make_all(make_head, [self.names])
+        return head
+
+    def make_all(self, make_head: MakeHead[ConfigT, HeadU], names: Sequence[Mapping[str, str]]) -> list[HeadU]:
+        """Several of one shape; `names` of each, as the attribute of that name."""
+        tables = self._tables
+        del self._tables
+        return [self._make(make_head, tables, each) for each in names]
+
+    def _make(
+        self, make_head: MakeHead[ConfigT, HeadU], tables: Mapping[str, Tensor], names: Mapping[str, str]
+    ) -> HeadU:
         target = self.target
         backend = self.backend_class(self.shape, target.device)
         head = make_head(
@@ -129,14 +142,13 @@ class HeadDrafter(Drafter, Generic[ConfigT]):
             dtype=target.dtype,
             max_positions=target.max_positions,
             group=self.group,
-            **self._tables,
+            **tables,
         )
-        del self._tables
         if self.folder is None:
             fill_dummy(head, vocab_size=target.vocab_size, seed=target.seed)
         else:
             name = self.spec.model or target.name
-            fill(head, self.folder, self.names, vocab_size=target.vocab_size, name=name)
+            fill(head, self.folder, names, vocab_size=target.vocab_size, name=name)
         return head
 
     def cache_specs(self) -> list[CacheSpec]:

@@ -98,7 +98,7 @@ class MtpConfig:
     model: ModelConfig
     """The decoder layer; `vocab_size` is that of the token ids it is fed."""
     num_modules: int = 1
-    """Modules in the checkpoint; the first makes all drafts."""
+    """Modules in the checkpoint."""
     own_embeddings: bool = False
     """False: the target's."""
     own_head: bool = False
@@ -113,7 +113,7 @@ class MtpConfig:
         return self.model.hidden_size
 
     def shapes(self) -> dict[str, Shape]:
-        """Every tensor of the first module, by its plain name."""
+        """Every tensor of a module, by its plain name."""
         width, vocab = self.model.hidden_size, self.model.vocab_size
         found: dict[str, Shape] = {"fc.weight": (width, 2 * width)}
         norms = ("embed_norm", "hidden_norm", f"{LAYER}input_layernorm", f"{LAYER}post_attention_layernorm", "norm")
@@ -128,16 +128,17 @@ class MtpConfig:
 
 def parse(
     config: Mapping[str, Any], tensors: Mapping[str, Shape], *, target: ModelConfig, name: str
-) -> tuple[MtpConfig, dict[str, str]]:
+) -> tuple[MtpConfig, list[dict[str, str]]]:
     """Read the target's config.json and the names and shapes of its tensors; `target` is its shape.
 
-    Returns the shape of the first module and, for each tensor's plain name, its name in the files. Raises
-    ConfigError where there is none, where it is of a kind that cannot run, and for tensors that are missing,
+    Returns the shape of a module and, for each of them, the name in the files of each tensor by its plain name.
+    Raises ConfigError where there is none, where it is of a kind that cannot run, and for tensors that are missing,
     unexpected or of another shape than the config says. `name` is for messages.
     """
     ours = mtp_tensors(tensors, target.num_layers)
     style, modules = _find(ours, target.num_layers, config, name)
-    names = _plain_names(style, ours, modules[0])
+    every = [_plain_names(style, ours, number) for number in modules]
+    names = every[0]
     for part, what in _REFUSED.items():
         if found := next((full for plain, full in names.items() if part in plain), None):
             raise ConfigError(
@@ -157,8 +158,10 @@ def parse(
     query = shapes.get(f"{LAYER}self_attn.q_proj.weight")
     if query and query[0] == 2 * model.num_heads * model.head_dim:
         causes[f"{LAYER}self_attn.q_proj.weight"] = "twice as many rows are a gate on attention, which is not supported"
-    check_shapes(module.shapes(), shapes, name=name, kind="a multi-token-prediction module", causes=causes)
-    return module, names
+    for names in every:
+        found = {plain: tuple(tensors[full]) for plain, full in names.items()}
+        check_shapes(module.shapes(), found, name=name, kind="a multi-token-prediction module", causes=causes)
+    return module, every
 
 
 def _find(ours: set[str], num_layers: int, config: Mapping[str, Any], name: str) -> tuple[Style, list[int]]:
@@ -177,13 +180,13 @@ def _find(ours: set[str], num_layers: int, config: Mapping[str, Any], name: str)
     )
 
 
-def _plain_names(style: Style, ours: set[str], first: int) -> dict[str, str]:
-    """Plain name -> name in the files, of the first module and of what all share."""
+def _plain_names(style: Style, ours: set[str], number: int) -> dict[str, str]:
+    """Plain name -> name in the files, of one module and of what all share."""
     theirs = {their: plain for plain, their in style.names.items()}
     names = {}
     for full in ours:
         match = re.match(style.module, full)
-        if match and int(match[1]) != first:
+        if match and int(match[1]) != number:
             continue
         rest = full[match.end() :] if match else full.removeprefix(style.shared)
         if match and style.shared:

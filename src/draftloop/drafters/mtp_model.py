@@ -44,10 +44,13 @@ class MtpModule(torch.nn.Module):
         embed_tokens: Tensor,
         lm_head: Tensor,
         group: Group = ALONE,
+        reaches_start: bool = False,
     ) -> None:
-        """`group`: ranks among which layers and output head are divided. `backend` attends for one rank's heads."""
+        """`group`: ranks among which layers and output head are divided. `backend` attends for one rank's heads.
+        `reaches_start`: passes that are no prompts may have a first position too."""
         super().__init__()
         self.config, self.backend, self.group = config, backend, group
+        self.reaches_start = reaches_start
         model, width = config.model, config.model.hidden_size
 
         def make(*shape: int) -> torch.nn.Parameter:
@@ -85,13 +88,14 @@ class MtpModule(torch.nn.Module):
         *,
         hidden_rows_T: Tensor | None = None,
         keep_R: Tensor | None = None,
-        store: Store,
+        store: Store | None = None,
     ) -> Tensor:
         """As `PairHead.__call__`."""
         eps = self.config.model.rms_norm_eps
         x_TC, residual_TC = self._enter(ids_T, hidden_XC, batch, hidden_rows_T)
         out, residual_TC = self.layer(x_TC, residual_TC, kv_L2PSGD[0], self.cos_sin_LD, batch, self.backend, keep_R)
-        normed_TC, _ = add_rms_norm(out, residual_TC, self.final_norm, eps, store=store._replace(normed=True))
+        store = store and store._replace(normed=True)
+        normed_TC, _ = add_rms_norm(out, residual_TC, self.final_norm, eps, store=store)
         return normed_TC
 
     def feed(self, ids_T: Tensor, hidden_TC: Tensor, kv_L2PSGD: Tensor, batch: AttentionBatch) -> None:
@@ -107,8 +111,8 @@ class MtpModule(torch.nn.Module):
         both_TX, _ = norm_concat(
             self.embed_tokens, hidden_XC, self.embed_norm, self.hidden_norm, eps, first_T=ids_T, second_T=hidden_rows_T
         )
-        if self.config.style.zeroed_first and not batch.uniform:
-            # only prompts have a first position; what follows them starts later
+        if self.config.style.zeroed_first and (self.reaches_start or not batch.uniform):
+            # of a single module only prompts have a first position; what follows them starts later
             both_TX[:, : self.final_norm.shape[0]].masked_fill_((batch.positions_T == 0)[:, None], 0)
         return self.layer.enter(None, linear(both_TX, self.fc))
 

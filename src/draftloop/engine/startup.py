@@ -326,6 +326,7 @@ def _build(
             num_drafts=num_drafts,
             prefix_caching=resolved.prefix_caching,
             drafting=drafting,
+            num_rerun=drafter.num_rerun if drafter else 1,
         ),
         Worker(
             table,

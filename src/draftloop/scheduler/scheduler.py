@@ -40,12 +40,16 @@ class Scheduler:
         num_drafts: int,
         prefix_caching: bool = False,
         drafting: Drafting | None = None,
+        num_rerun: int = 1,
     ) -> None:
-        """`num_drafts` is the most that a step may draft; `drafting` chooses how many it does, the most by default."""
+        """`num_drafts` is the most that a step may draft; `drafting` chooses how many it does, the most by default.
+
+        `num_rerun`: tokens at the end of a prefix found in the caches that run again, 1 to a page of them.
+        """
         self.pages = pages
         self.max_num_batched_tokens, self.max_prefill_rows = max_num_batched_tokens, max_prefill_rows
         self.max_model_len, self.num_drafts = max_model_len, num_drafts
-        self.prefix_caching = prefix_caching
+        self.prefix_caching, self.num_rerun = prefix_caching, num_rerun
         self.drafting = drafting or FixedDrafts(num_drafts)
         self.waiting: list[Sequence] = []
         """In the order in which they are served."""
@@ -298,7 +302,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting request a row and pages, those found among them.
 
-        The last token found runs again: what a drafter keeps of it may depend on the token after it, which is
+        The last tokens found run again: what a drafter keeps of them may depend on tokens after them, which are
         another request's. So the last page found becomes the row's own, by copying it where somebody else holds it.
         """
         found = self._find_pages(sequence)
@@ -307,7 +311,7 @@ class Scheduler:
             if not self._fits(sequence, found):
                 return False
         need = self._pages_to_admit(sequence, found)
-        sequence.num_prefilled = max(len(found) * self.pages.page_size - 1, 0)
+        sequence.num_prefilled = max(len(found) * self.pages.page_size - self.num_rerun, 0)
         sequence.copied_page = found[-1] if self._is_last_held(found) else None
         self.pages.hold(found)
         shared = found if sequence.copied_page is None else found[:-1]
