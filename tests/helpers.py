@@ -341,7 +341,7 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
     """For every drafter, the configurations that its tests run. A new drafter adds a line here."""
     from blocks import tiny_block  # which need this module
     from gemma4 import gemma4_assistant
-    from heads import tiny_head
+    from heads import mtp_target, tiny_head
     from medusa_heads import tiny_medusa
     from parallel import tiny_pard, tiny_peagle
 
@@ -392,8 +392,7 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
         ],
         "gemma4_mtp": [{"method": "gemma4_mtp", "model": gemma4_assistant(ordered=True), "num_speculative_tokens": 3}],
         "mtp": [
-            {"method": "mtp", "num_speculative_tokens": 3},
-            {"method": "mtp", "model": mtp_target("deepseek", modules=2), "num_speculative_tokens": 3},
+            {"method": "mtp", "model": mtp_target("deepseek", modules=n), "num_speculative_tokens": 3} for n in (1, 2)
         ],
         "medusa": [{"method": "medusa", "model": tiny_medusa("medusa"), "num_speculative_tokens": 3}],
         "pard": [{"method": "pard", "model": tiny_pard(), "num_speculative_tokens": 3}],
@@ -417,12 +416,9 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
 def example_target(spec: Mapping[str, Any] | None) -> str | None:
     """The target of a drafter's examples, where it is not the tiny model."""
     from gemma4 import gemma4_target
-    from heads import mtp_target
 
     method = spec.get("method") if isinstance(spec, Mapping) else None
-    if method == "gemma4_mtp":
-        return gemma4_target()
-    return (spec.get("model") or mtp_target("deepseek")) if method == "mtp" else None
+    return gemma4_target() if method == "gemma4_mtp" else spec["model"] if spec and method == "mtp" else None
 
 
 @functools.cache
