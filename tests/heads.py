@@ -224,7 +224,7 @@ def _numbered(style: str, name: str, m: int) -> str:
 
 
 @functools.cache
-def mtp_target(style: str, variant: str = "", *, modules: int = 1) -> str:
+def mtp_target(style: str, variant: str = "", modules: int = 1) -> str:
     """Folder of the tiny target with a module beside its layers, or several."""
     if modules > 1:
         weights = {}

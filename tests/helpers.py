@@ -391,9 +391,7 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
             }
         ],
         "gemma4_mtp": [{"method": "gemma4_mtp", "model": gemma4_assistant(ordered=True), "num_speculative_tokens": 3}],
-        "mtp": [
-            {"method": "mtp", "model": mtp_target("deepseek", modules=n), "num_speculative_tokens": 3} for n in (1, 2)
-        ],
+        "mtp": [{"method": "mtp", "model": mtp_target("deepseek", "", n), "num_speculative_tokens": 3} for n in (1, 2)],
         "medusa": [{"method": "medusa", "model": tiny_medusa("medusa"), "num_speculative_tokens": 3}],
         "pard": [{"method": "pard", "model": tiny_pard(), "num_speculative_tokens": 3}],
         "peagle": [{"method": "peagle", "model": tiny_peagle("peagle"), "num_speculative_tokens": 3}],

@@ -314,9 +314,11 @@ def test_end_of_sequence_inside_a_block_ends_exactly_there(name, index):
     text = expected(name, prompt, 16)
     seventh = text[6]
     assert seventh not in text[:6]
+    spec, target = config(name, index), example_target(config(name, index)) or tiny_model()
+    folder = ending_at(target, seventh)
     llm = make_engine(
-        ending_at(example_target(config(name, index)) or tiny_model(), seventh),
-        speculative_config=config(name, index),
+        folder,
+        speculative_config={**spec, "model": folder} if spec.get("model") == target else spec,
         cudagraph_capture_sizes=(2, 8),
         async_scheduling=True,
     )

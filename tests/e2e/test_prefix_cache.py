@@ -68,7 +68,8 @@ def test_a_hit_costs_no_acceptance(name, index):
     assert {output.num_cached_tokens for output in cold} == {0}
     llm.reset_prefix_cache()
     warm = [llm.generate(prompt, params)[0] for prompt in asked]
-    assert [output.num_cached_tokens for output in warm] == [0, 47, 31, 47, 31, 31, 47]
+    again = llm.engine.drafter.num_rerun
+    assert [output.num_cached_tokens for output in warm] == [0, *(n - again for n in (48, 32, 48, 32, 32, 48))]
     assert answers(warm) == answers(cold)
     assert acceptance(warm) == acceptance(cold)
     llm.reset_prefix_cache()
