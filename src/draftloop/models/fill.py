@@ -74,7 +74,8 @@ def fill_from_files(
         skipped = model.needless(tensors.shapes) | mtp_tensors(tensors.shapes, model.config.num_layers)
         zero_biases = _needless_of_quantised(tensors, destinations)
         scales = {name for name in tensors.shapes if name.endswith(CACHE_SCALES)}
-        _check_cache_scales(tensors, scales, model.backend.shape.kv_dtype)
+        if scales:
+            _check_cache_scales(tensors, scales, model.backend.shape.kv_dtype)
         skipped |= zero_biases | scales
         _check_kinds(tensors, destinations, quantisation)
         check_tensors(tensors, destinations, skipped, files[0].parent)
@@ -213,8 +214,6 @@ def check_tensors(tensors: Tensors, destinations: Mapping[str, Destination], ski
 
 def _check_cache_scales(tensors: Tensors, names: set[str], kv_dtype: torch.dtype) -> None:
     """An 8-bit cache has scale 1: others, which the weights were calibrated for, are refused rather than ignored."""
-    if not names:
-        return
     if kv_dtype.itemsize > 1:
         logger.info("%d scales of an 8-bit cache are not needed: the cache is %s", len(names), kv_dtype)
         return
