@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -54,3 +56,11 @@ def _few_threads() -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_ranks_are_left() -> Iterator[None]:
+    """Ranks that a module's tests met must not be met by those of the next."""
+    yield
+    if "draftloop.distributed.group" in sys.modules:
+        sys.modules["draftloop.distributed.group"].leave()

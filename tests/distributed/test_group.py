@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ranks import on_ranks
 
 from draftloop.distributed.group import ALONE, Group
 from draftloop.graphs.program import in_place
 from draftloop.graphs.tape import TapeRecorder
+from ranks import on_ranks
 
 
 def _collectives(group: Group) -> dict[str, torch.Tensor | list[int]]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks import on_ranks
 from torch import Tensor
 
 from draftloop.config.engine import EngineConfig
@@ -32,6 +31,7 @@ from draftloop.models.layers import GatedMLP
 from draftloop.request import SamplingParams
 from draftloop.sampling.sampler import SamplingKind
 from helpers import drafting_spec, greedy, oracle, prompts, tiny_model
+from ranks import on_ranks
 
 WATCHDOG_S = 60
 VARIANTS = {kind.value for kind in SamplingKind}
