@@ -101,6 +101,21 @@ def test_after_some_tries_the_refusal_is_passed_on_or_the_loss_is_told():
     assert (status, json.loads(body)["error"]["code"]) == (503, "replica_lost")
 
 
+def test_the_tries_outlast_a_replica_that_still_refuses_after_its_engine_has_died(monkeypatch):
+    pauses_s = []
+
+    async def pause(seconds):
+        pauses_s.append(seconds)
+
+    async def replica(scope, receive, send):
+        # twice as long as it takes, since a proxy hears of it later
+        await answers(503 if sum(pauses_s) < 2 * ray_proxy.LAST_WORDS_S else 200)(send)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(ray_proxy.asyncio, "sleep", pause)
+    assert ask(replica) == (200, b"fine", True)
+
+
 def test_nothing_is_asked_again_for_a_client_that_has_gone():
     async def waits(scope, receive, send):
         while (await receive())["type"] != "http.disconnect":

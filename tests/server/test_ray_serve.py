@@ -30,7 +30,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.yaml"
 
 @pytest.fixture(scope="module")
 def server():
-    with running(*REPLICAS, model=MODEL, limits=LIMITS, start_s=120, RAY_DEDUP_LOGS="0") as one:
+    with running(*REPLICAS, model=MODEL, limits=LIMITS, start_s=240, RAY_DEDUP_LOGS="0") as one:
         yield one
 
 
@@ -95,13 +95,13 @@ def test_a_replica_killed_under_load_loses_only_the_streams_that_it_had_begun(se
         assert [one.result() for one in answers + later] == [expected[at % 2] for at in [*range(10), *range(4)]]
     assert set(reasons) == {"length", "replica_lost"}
     assert reasons.count("replica_lost") <= 2 * ROWS
-    server.wait_until(lambda: len(replicas(server)) == 2, timeout_s=60)
+    server.wait_until(lambda: len(replicas(server)) == 2, timeout_s=120)
     assert victim not in replicas(server)
     assert other in replicas(server)
 
 
 def test_a_dead_engine_takes_its_replica_along_and_no_new_request_with_it(server):
-    server.wait_until(lambda: server.log.read_text().count("engine.startup: graphs:") >= 3, timeout_s=60)
+    server.wait_until(lambda: server.log.read_text().count("engine.startup: graphs:") >= 3, timeout_s=120)
     victim = replicas(server)[0]
     engine = next(pid for pid, name in _descendants(victim) if "spawn_main" in name)
     stream = start(server, 1, num_tokens=80), start(server, 2, num_tokens=80)
@@ -109,7 +109,7 @@ def test_a_dead_engine_takes_its_replica_along_and_no_new_request_with_it(server
     assert {read(one) for one in stream} <= {"engine_unavailable", "length"}
     for at in range(3):
         ask(server, at)
-    server.wait_until(lambda: victim not in replicas(server), timeout_s=20)
+    server.wait_until(lambda: victim not in replicas(server), timeout_s=60)
 
 
 def test_an_update_under_load_loses_nothing(server):
@@ -136,7 +136,7 @@ def test_an_update_under_load_loses_nothing(server):
             time.sleep(0.25)
         assert update.returncode == 0, update.communicate()[0].decode()
     assert count >= 4
-    server.wait_until(lambda: server.get("/v1/models")["data"][0]["id"] == "new", timeout_s=30)
+    server.wait_until(lambda: server.get("/v1/models")["data"][0]["id"] == "new", timeout_s=60)
 
 
 @pytest.mark.parametrize(

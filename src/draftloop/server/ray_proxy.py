@@ -19,9 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from draftloop.server.errors import ApiError
 from draftloop.server.reply import DONE, event
 
-TRIES = 5
-FIRST_PAUSE_S = 0.05
-"""Between two tries; doubled each time."""
+LAST_WORDS_S = 1.0
+"""For which a replica whose engine has died goes on, to tell its clients. It draws new requests meanwhile, since its
+queue is the shortest."""
+TRIES = 6
+FIRST_PAUSE_S = 0.1
+"""Between two tries; doubled each time. Three seconds in all."""
 MAX_KEPT_BYTES = 32 * 2**20
 """Bodies that are larger are passed on as they come, and so cannot be sent again."""
 PROMPT_START = 256

@@ -23,13 +23,12 @@ from draftloop.observability import log
 from draftloop.server.app import make_app
 from draftloop.server.client import EngineClient, wait_for_state
 from draftloop.server.options import ServerOptions
+from draftloop.server.ray_proxy import LAST_WORDS_S
 from draftloop.server.replica_options import ReplicaOptions
 
 DEPLOYMENT = "engine"
 HEALTH_PERIOD_S = 2.0
 """Ray gives a replica up after three checks that fail."""
-LAST_WORDS_S = 1.0
-"""What a replica whose engine has died still has to tell its clients."""
 CONSTRUCTOR_TRIES = 2
 PROXY_CALLBACK = "draftloop.server.ray_proxy.middlewares"
 ROUTERS: dict[str, dict[str, Any]] = {
