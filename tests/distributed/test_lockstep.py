@@ -1,7 +1,8 @@
 """Engines that take every step together, each with requests of its own: two processes, whose layers exchange tokens.
 
-A dense model stands for a mixture of experts: each layer gathers the tokens of both ranks, and each rank computes half
-of every output. B56: ranks that disagreed about one step would hang.
+Both are asked: a mixture of experts, of which each rank has half; and a dense model that stands for one, drafters
+included, whose layers gather the tokens of both ranks, each of which computes half of every output. B56: ranks that
+disagreed about one step would hang.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from draftloop.config.engine import EngineConfig
 from draftloop.distributed.group import ALONE, Group
 from draftloop.distributed.launcher import Ranks
+from draftloop.distributed.replica import Replica
 from draftloop.engine import startup
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError, RankError
@@ -30,6 +32,7 @@ from draftloop.kernels.linear import linear
 from draftloop.models.layers import GatedMLP
 from draftloop.request import SamplingParams
 from draftloop.sampling.sampler import SamplingKind
+from experts import tiny_experts
 from helpers import drafting_spec, greedy, oracle, prompts, tiny_model
 from ranks import on_ranks
 
@@ -102,7 +105,7 @@ def make(group: Group, device: str = "cpu", **settings: Any) -> LLM:
         "max_model_len": 128, "max_num_seqs": 8, "max_prefill_rows": 4, "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": 1 << 23, "device": device, "data_parallel_size": 2, "enable_expert_parallel": True,
     }  # fmt: skip
-    config = EngineConfig.from_mapping(model=tiny_model(), **{**defaults, **settings})
+    config = EngineConfig.from_mapping(**{"model": tiny_model(), **defaults, **settings})
     place = torch.device(device, group.rank) if device == "cuda" else torch.device(device)
     ranks = Ranks(group=ALONE, device=place, engines=group, steps=group)
     return LLM.from_config(config, ranks=ranks)
@@ -168,7 +171,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "draft_model": {
         "speculative_config": drafting_spec(3), "cudagraph_capture_sizes": (1, 2, 4), "iteration_graph": True,
     },
-    "ngram": {"speculative_config": NGRAM, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": (1, 2, 4)},
+    "experts": {"speculative_config": NGRAM, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": (1, 2, 4)},
 }  # fmt: skip
 
 
@@ -180,7 +183,7 @@ def _both(whole: Group, device: str = "cpu") -> dict[str, Any]:
     exchange_tokens(group)
     found: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
-        llm = make(group, device, **settings)
+        llm = make(group, device, **settings, **({"model": tiny_experts()} if name == "experts" else {}))
         for case_name, case in cases().items():
             found[f"{name}: {case_name}"] = run_case(llm, group, case)
         llm.close()
@@ -197,6 +200,10 @@ def both() -> list[dict[str, Any]]:
     return on_ranks(_both, 2)
 
 
+def model_of(name: str) -> str | None:
+    return tiny_experts() if name.startswith("experts") else None
+
+
 each = pytest.mark.parametrize("name", [f"{method}: {case}" for method in SETTINGS for case in cases()])
 
 
@@ -209,7 +216,8 @@ def test_ranks_exchange_the_same_in_the_same_order_and_answer_as_if_alone(name: 
     for rank, found in enumerate((first, second)):
         for index, (_, prompt, params, _) in enumerate(cases()[name.partition(": ")[2]].requests[rank]):
             answer = found.answers[str(index)]
-            assert answer == oracle(prompt, params.max_tokens or 0), "the other rank's requests change an answer"
+            expected = oracle(prompt, params.max_tokens or 0, model=model_of(name))
+            assert answer == expected, "the other rank's requests change an answer"
             expected = (params.logprobs is not None) * len(answer) + (params.prompt_logprobs is not None) * len(prompt)
             assert found.reports[str(index)] == expected
 
@@ -248,7 +256,14 @@ def test_captured_exchanges_of_two_gpus_agree() -> None:
             assert first.exchanged == second.exchanged, "what was not captured"
             for rank, found in enumerate((first, second)):
                 for index, (_, prompt, params, _) in enumerate(case.requests[rank]):
-                    assert found.answers[str(index)] == oracle(prompt, params.max_tokens or 0)
+                    expected = oracle(prompt, params.max_tokens or 0, model=model_of(method))
+                    assert found.answers[str(index)] == expected
+
+
+def test_experts_that_cannot_be_shared_evenly_are_refused() -> None:
+    config = EngineConfig(model=tiny_experts(), data_parallel_size=4, enable_expert_parallel=True, device="cpu")
+    with pytest.raises(ConfigError, match="data_parallel_size is 4, which does not divide the 6 experts"):
+        startup.start(config, replica=Replica(rank=0, size=4))
 
 
 def test_the_device_loop_is_off_and_says_why() -> None:

@@ -16,15 +16,15 @@ def check_engines(config: EngineConfig, model_config: ModelConfig, num_engines: 
             f"data_parallel_size is {config.data_parallel_size}, but this is a single engine; start several by "
             "`draftloop serve`, or make one LLM for each GPU"
         )
-    if config.enable_expert_parallel and getattr(model_config, "experts", None) is None:
+    if config.enable_expert_parallel and model_config.experts is None:
         raise ConfigError(
             f"enable_expert_parallel is set, but {config.model} has no experts; leave it out: its engines then share "
             "nothing but the requests"
         )
-    if config.enable_expert_parallel:
+    if config.steps_together and model_config.experts and model_config.experts.num_experts % num_engines:
         raise ConfigError(
-            f"enable_expert_parallel is set, but experts of {config.model} are not divided yet; leave it out: each "
-            "engine of data_parallel_size then has all of them"
+            f"data_parallel_size is {num_engines}, which does not divide the {model_config.experts.num_experts} "
+            "experts; choose another number"
         )
 
 

@@ -210,6 +210,7 @@ def _build(
         load_format=config.load_format,
         seed=config.seed,
         group=group,
+        engines=ranks.engines,
         show_progress=None if show else False,
         report=lambda loaded: clock.notes.update(weights=f" (files: {loaded})"),
     )

@@ -60,8 +60,9 @@ class DenseDecoder(Decoder):
         dtype: torch.dtype,
         max_positions: int,
         group: Group = ALONE,
+        engines: Group = ALONE,
     ) -> None:
-        """`backend` attends for the heads that one rank of `group` has."""
+        """`backend` attends for the heads that one rank of `group` has; `engines` share the experts."""
         super().__init__()
         self.config = config
         self.backend = backend
@@ -72,7 +73,8 @@ class DenseDecoder(Decoder):
         self.embed_tokens.data[config.vocab_size :].zero_()
         # the tuple is what passes walk: a ModuleList registers the layers but does not know their type
         self.decoder_layers = tuple(
-            DecoderLayer(config, layer, device=device, dtype=dtype, group=group) for layer in range(config.num_layers)
+            DecoderLayer(config, layer, device=device, dtype=dtype, group=group, engines=engines)
+            for layer in range(config.num_layers)
         )
         self.layers = torch.nn.ModuleList(self.decoder_layers)
         self.final_norm = parameter(config.hidden_size, device=device, dtype=norm_dtype(config, dtype))
@@ -173,6 +175,10 @@ class DenseDecoder(Decoder):
         return found
 
     def needless(self, names: Iterable[str]) -> set[str]:
-        """Of a model for more than text, its other parts too."""
+        """Of a model for more than text, its other parts too; of experts, those that other engines have."""
         names, whole = list(names), self.config.tensor_prefix.removesuffix("model.")
-        return super().needless(names) | {name for name in names if not name.startswith(whole)}
+        others = {name for name in names if not name.startswith(whole)}
+        for index, layer in enumerate(self.decoder_layers):
+            if isinstance(layer.mlp, MixtureOfExperts):
+                others |= layer.mlp.needless(f"{self.config.tensor_prefix}layers.{index}", names)
+        return super().needless(names) | others

@@ -240,9 +240,16 @@ class DecoderLayer(torch.nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype, group: Group = ALONE
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        group: Group = ALONE,
+        engines: Group = ALONE,
     ) -> None:
-        """`group`: ranks among which the layer is divided."""
+        """`group`: ranks among which the layer is divided; `engines`: those that share its experts."""
         super().__init__()
         self.eps = config.rms_norm_eps
         self.norms, self.multiplier = config.norms, config.residual_multiplier
@@ -255,7 +262,7 @@ class DecoderLayer(torch.nn.Module):
         self.attention = Attention(config, layer, device=device, dtype=dtype, group=group)
         self.mlp: GatedMLP | MixtureOfExperts
         if config.has_experts(layer):
-            self.mlp = MixtureOfExperts(config, device=device, dtype=dtype)
+            self.mlp = MixtureOfExperts(config, device=device, dtype=dtype, engines=engines)
         else:
             self.mlp = GatedMLP(config, layer, device=device, dtype=dtype, group=group)
 

@@ -128,12 +128,13 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     group: Group | None = None,
+    engines: Group | None = None,
     show_progress: bool | None = None,
     report: Callable[[Loaded], None] | None = None,
 ) -> Decoder:
     """A decoder with weights: the folder's, or with load_format "dummy" random ones made by `seed`.
 
-    Each rank of a `group` reads its own part (models/shards.py), for which `backend` attends.
+    Each rank of a `group` reads its own part (models/shards.py), for which `backend` attends; `engines` share experts.
 
     Linear layers are quantised as `config` says, on a GPU; a CPU gets the plain weights that they stand for.
     `max_positions` defaults to the model's own length. `show_progress` None shows a bar on terminals only; `report`
@@ -167,7 +168,8 @@ def load_model(
 
     files = [] if load_format == "dummy" else weight_files(_folder(source), pickled=load_format == "pt")
     max_positions = max_positions or config.max_position_embeddings
-    model = _decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions, group=group or ALONE)
+    ranks = {"group": group or ALONE, "engines": engines or ALONE}
+    model = _decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions, **ranks)
     if config.quantisation is not None:
         check_kept(model, config.quantisation, config.architecture)
     if load_format == "dummy":
@@ -197,6 +199,7 @@ def _decoder(
     dtype: torch.dtype,
     max_positions: int,
     group: Group,
+    engines: Group,
 ) -> Decoder:
     """The kind of decoder that a config describes, without weights."""
     if isinstance(config, Gemma4Config):
@@ -205,7 +208,9 @@ def _decoder(
         return Gemma4Decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions)
     from draftloop.models.dense import DenseDecoder
 
-    return DenseDecoder(config, backend, device=device, dtype=dtype, max_positions=max_positions, group=group)
+    return DenseDecoder(
+        config, backend, device=device, dtype=dtype, max_positions=max_positions, group=group, engines=engines
+    )
 
 
 def fill_dummy(model: Decoder, *, seed: int) -> None:

@@ -10,34 +10,50 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from draftloop.distributed.group import ALONE, Group
 from draftloop.kernels.moe_experts import experts
 from draftloop.kernels.moe_route import Router, router_logits
 from draftloop.models.config import ModelConfig
+from draftloop.models.shards import Slices, shard
 from draftloop.models.weights import Destination, parameter
 
 
 class MixtureOfExperts(torch.nn.Module):
     """A router, and gated MLPs of which each token goes through the likeliest few."""
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype, engines: Group = ALONE
+    ) -> None:
+        """`engines` that share the experts: each has as many, and computes them for the tokens of all."""
         super().__init__()
         assert config.experts is not None
         assert config.norms.after_mlp is None, "a norm does not take outputs by rank"
         self.config = config.experts
-        hidden, inner, num_here = config.hidden_size, self.config.inner_size, self.config.num_experts
+        self.engines = engines
+        num_experts = self.config.num_experts
+        hidden, inner, num_here = config.hidden_size, self.config.inner_size, num_experts // engines.size
+        first = engines.rank * num_here
+        self.mine = range(first, first + num_here)
+        part = Slices(dim=0, size=num_experts, runs=((first, num_here),))
+        self.slices = {"gate_up_weight": part, "down_weight": part} if engines.size > 1 else {}
 
         def make(*shape: int) -> torch.nn.Parameter:
             return parameter(*shape, device=device, dtype=dtype)
 
-        self.router = Router(self.config.num_per_token, self.config.normalise, first=0, num_here=num_here)
-        self.router_weight = make(self.config.num_experts, hidden)
+        self.router = Router(self.config.num_per_token, self.config.normalise, first=first, num_here=num_here)
+        self.router_weight = make(num_experts, hidden)
         self.gate_up_weight = make(num_here, 2 * inner, hidden)
         self.down_weight = make(num_here, hidden, inner)
 
     def forward(self, x_TC: Tensor, adapters_T: Tensor | None = None) -> Tensor:
         """[T, C] -> what `residual_linear` returns. Adapters have no part in experts."""
-        logits = router_logits(x_TC, self.router_weight)
-        return experts(x_TC, logits, self.gate_up_weight, self.down_weight, self.router)
+        if self.engines.size == 1:
+            logits = router_logits(x_TC, self.router_weight)
+            return experts(x_TC, logits, self.gate_up_weight, self.down_weight, self.router)
+        everyone_XC = self.engines.all_gather(x_TC)  # as many of each: their steps have one shape
+        logits = router_logits(everyone_XC, self.router_weight)
+        out_XC = experts(everyone_XC, logits, self.gate_up_weight, self.down_weight, self.router)
+        return self.engines.reduce_scatter(out_XC)
 
     @property
     def expert_size(self) -> int:
@@ -54,14 +70,22 @@ class MixtureOfExperts(torch.nn.Module):
         found: dict[str, Destination] = {f"{block}.gate.weight": self.router_weight.data}
         if fused:
             return found | {
-                f"{block}.experts.gate_up_proj": self.gate_up_weight.data,
-                f"{block}.experts.down_proj": self.down_weight.data,
+                f"{block}.experts.gate_up_proj": shard(self.gate_up_weight.data, self.slices.get("gate_up_weight")),
+                f"{block}.experts.down_proj": shard(self.down_weight.data, self.slices.get("down_weight")),
             }
-        for expert in range(self.config.num_experts):
-            gate, up = self.gate_up_weight.data[expert].split(inner)
-            parts = {names.gate: gate, names.up: up, names.down: self.down_weight.data[expert]}
+        for place, expert in enumerate(self.mine):
+            gate, up = self.gate_up_weight.data[place].split(inner)
+            parts = {names.gate: gate, names.up: up, names.down: self.down_weight.data[place]}
             found |= {f"{block}.experts.{expert}.{name}.weight": part for name, part in parts.items()}
         return found
+
+    def needless(self, layer: str, names: Iterable[str]) -> set[str]:
+        """Of a checkpoint's tensors those of experts that other engines have; `layer` as in `destinations`."""
+        before = f"{layer}.{self.config.names.block}.experts."
+        found = {name for name in names if name.startswith(before)} if self.engines.size > 1 else set()
+        return {
+            name for name in found if (at := name[len(before) :].split(".")[0]).isdigit() and int(at) not in self.mine
+        }
 
 
 def are_fused(names: Iterable[str]) -> bool:
