@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
-from experts import tiny_experts
 from servers import running
 
+from experts import tiny_experts
 from helpers import oracle, prompts
 
 TOGETHER = ["-dp", "2", "--enable-expert-parallel", "--enforce-eager", "--spec-method", "ngram", "--spec-tokens", "2"]
