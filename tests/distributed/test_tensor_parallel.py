@@ -21,6 +21,7 @@ from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError, RankError
 from draftloop.models.loader import load_config, load_model, resolve_model
 from draftloop.request import SamplingParams
+from experts import tiny_experts
 from helpers import (
     answers,
     engine,
@@ -148,12 +149,26 @@ def test_shards_of_8_bits_are_the_parts_of_the_whole(name, tmp_path):
     check_layers(*load_parts(str(quantised), 4))
 
 
-def load_parts(folder, size, **options):
+@pytest.mark.parametrize(("family", "fused"), [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", False)])
+def test_engines_that_share_experts_have_each_once_and_all_else_whole(family, fused):
+    whole, parts = load_parts(tiny_experts(family, fused=fused), 2, among="engines")
+    named = [dict(model.named_parameters()) for model in (whole, *parts)]
+    assert [name for name in named[0] if ".mlp.gate_up" in name or ".mlp.down" in name]
+    for name, weight in named[0].items():
+        mine = [one[name] for one in named[1:]]
+        if ".mlp.gate_up" in name or ".mlp.down" in name:
+            assert torch.equal(torch.cat(mine), weight)
+            assert mine[0].shape == mine[1].shape
+        else:
+            assert all(torch.equal(one, weight) for one in mine)
+
+
+def load_parts(folder, size, *, among="group", **options):
     """The whole model, and what each rank has of it."""
     source = resolve_model(folder, load_format="auto")
     config, shared = load_config(source), {"device": torch.device("cpu"), "dtype": torch.float32, **options}
     whole, *parts = (
-        load_model(source, config, None, group=group, **shared)
+        load_model(source, config, None, **{among: group}, **shared)
         for group in (ALONE, *(Rank(rank, size) for rank in range(size)))
     )
     return whole, parts
@@ -187,6 +202,7 @@ DRAFT_MODEL = {"method": "draft_model", "model": tiny_model("near-draft-3", seed
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, but it does not divide the 4 attention heads"),
         ({"tensor_parallel_size": 2, "enable_lora": True}, "enable_lora is set"),
+        ({"model": tiny_experts(), "tensor_parallel_size": 2}, "experts of Qwen3MoeForCausalLM are not divided"),
         ({"tensor_parallel_size": 2, "quantization": "int4"}, "weights of 4 bits are not divided"),
         (
             {"tensor_parallel_size": 2, "speculative_config": {**DRAFT_MODEL, "draft_tensor_parallel_size": 4}},

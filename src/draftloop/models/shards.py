@@ -135,7 +135,7 @@ def why_not_divided(config: ModelConfig, size: int) -> str:
     if type(config) is not ModelConfig:
         return f"layers of {config.architecture} cannot be divided"
     if getattr(config, "experts", None) is not None:
-        return f"experts of {config.architecture} are not divided (data_parallel_size shares them among engines)"
+        return f"experts of {config.architecture} are not divided (engines share them: enable_expert_parallel)"
     if config.whole_qk_norm:
         return f"queries of {config.architecture} are normed over all heads"
     if config.num_heads % size:
