@@ -163,7 +163,7 @@ def cases() -> dict[str, Case]:
         "one drafts nothing": Case(([(0, ids[0], greedy(16), False)], one)),
         "one has no graph": Case((many, one)),
         "one reports": Case(([(1, ids[0], greedy(9, logprobs=1, prompt_logprobs=0), True)], one)),
-        "mixed": mixed(3, 200, 40),
+        "mixed": mixed(3, 200, 24),
     }
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +162,14 @@ def test_engines_that_share_experts_have_each_once_and_all_else_whole(family, fu
             assert mine[0].shape == mine[1].shape
         else:
             assert all(torch.equal(one, weight) for one in mine)
+    costs = [model.cost() for model in (whole, *parts)]
+    assert len({(cost.weight_bytes, cost.expert_bytes) for cost in costs}) == 1
+    assert [cost.num_experts for cost in costs] == [6, 3, 3]
+    assert [cost.experts_per_token for cost in costs] == pytest.approx([2, 5 / 3, 5 / 3])
+
+
+UNUSED = SimpleNamespace(shape=SimpleNamespace(kv_dtype=torch.float32))
+"""In the place of an attention backend."""
 
 
 def load_parts(folder, size, *, among="group", **options):
@@ -168,7 +177,7 @@ def load_parts(folder, size, *, among="group", **options):
     source = resolve_model(folder, load_format="auto")
     config, shared = load_config(source), {"device": torch.device("cpu"), "dtype": torch.float32, **options}
     whole, *parts = (
-        load_model(source, config, None, **{among: group}, **shared)
+        load_model(source, config, UNUSED, **{among: group}, **shared)
         for group in (ALONE, *(Rank(rank, size) for rank in range(size)))
     )
     return whole, parts

@@ -129,7 +129,9 @@ class Cost:
     expert_bytes: int = 0
     """One expert of every layer that has them, read if any token goes through it."""
     num_experts: int = 0
-    experts_per_token: int = 0
+    """Of a layer, those that are here."""
+    experts_per_token: float = 0.0
+    """Of those, how many a token hits; of engines that share them, one token of each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,20 +144,19 @@ class DenseDecoder(Decoder):
 
     def cost(self) -> Cost:
         """Of experts, those that tokens go through: how many differ is for who knows the number of tokens."""
-        cost, experts = super().cost(), self.config.experts
-        if experts is None:
+        cost = super().cost()
+        mixtures = [layer.mlp for layer in self.decoder_layers if isinstance(layer.mlp, MixtureOfExperts)]
+        if not mixtures:
             return cost
-        per_expert = sum(
-            layer.mlp.expert_size for layer in self.decoder_layers if isinstance(layer.mlp, MixtureOfExperts)
-        )
-        expert_bytes = per_expert * self.embed_tokens.dtype.itemsize
+        one, per_expert = mixtures[0], sum(mixture.expert_size for mixture in mixtures)
+        num_here, expert_bytes = one.router.num_here, per_expert * self.embed_tokens.dtype.itemsize
         return replace(
             cost,
-            weight_bytes=cost.weight_bytes - experts.num_experts * expert_bytes,
-            flops=cost.flops - 2 * (experts.num_experts - experts.num_per_token) * per_expert,
+            weight_bytes=cost.weight_bytes - num_here * expert_bytes,
+            flops=cost.flops - 2 * (num_here - one.router.num_per_token) * per_expert,
             expert_bytes=expert_bytes,
-            num_experts=experts.num_experts,
-            experts_per_token=experts.num_per_token,
+            num_experts=num_here,
+            experts_per_token=one.hit_per_token,
         )
 
     def destinations(self, names: Iterable[str] = ()) -> dict[str, Destination]:
@@ -180,5 +179,5 @@ class DenseDecoder(Decoder):
         others = {name for name in names if not name.startswith(whole)}
         for index, layer in enumerate(self.decoder_layers):
             if isinstance(layer.mlp, MixtureOfExperts):
-                others |= layer.mlp.needless(f"{self.config.tensor_prefix}layers.{index}", names)
+                others |= layer.mlp.needless(f"{self.config.tensor_prefix}layers.{index}")
         return super().needless(names) | others

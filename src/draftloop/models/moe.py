@@ -47,26 +47,27 @@ class MixtureOfExperts(torch.nn.Module):
 
     def forward(self, x_TC: Tensor, adapters_T: Tensor | None = None) -> Tensor:
         """[T, C] -> what `residual_linear` returns. Adapters have no part in experts."""
-        if self.engines.size == 1:
-            logits = router_logits(x_TC, self.router_weight)
-            return experts(x_TC, logits, self.gate_up_weight, self.down_weight, self.router)
-        everyone_XC = self.engines.all_gather(x_TC)  # as many of each: their steps have one shape
-        logits = router_logits(everyone_XC, self.router_weight)
-        out_XC = experts(everyone_XC, logits, self.gate_up_weight, self.down_weight, self.router)
-        return self.engines.reduce_scatter(out_XC)
+        x_TC = self.engines.all_gather(x_TC)  # as many of each: their steps have one shape
+        logits = router_logits(x_TC, self.router_weight)
+        return self.engines.reduce_scatter(experts(x_TC, logits, self.gate_up_weight, self.down_weight, self.router))
 
     @property
     def expert_size(self) -> int:
         """Weights of one expert."""
         return (self.gate_up_weight.numel() + self.down_weight.numel()) // self.router.num_here
 
+    @property
+    def hit_per_token(self) -> float:
+        """Of the experts here, those that one token of each engine is expected to go through, all being as likely."""
+        missed = 1 - self.config.num_per_token / self.config.num_experts
+        return self.router.num_here * (1 - missed**self.engines.size)
+
     def destinations(self, layer: str, *, fused: bool) -> dict[str, Destination]:
         """Checkpoint tensor name -> the weight, or part of one, that it fills; `layer` is what stands before them.
 
         `fused`: all experts of a layer are in one tensor, as transformers 5 holds them; else each has its own.
         """
-        names, inner = self.config.names, self.config.inner_size
-        block = f"{layer}.mlp" if fused else f"{layer}.{names.block}"
+        block = f"{layer}.mlp" if fused else f"{layer}.{self.config.names.block}"
         found: dict[str, Destination] = {f"{block}.gate.weight": self.router_weight.data}
         if fused:
             return found | {
@@ -74,18 +75,20 @@ class MixtureOfExperts(torch.nn.Module):
                 f"{block}.experts.down_proj": shard(self.down_weight.data, self.slices.get("down_weight")),
             }
         for place, expert in enumerate(self.mine):
-            gate, up = self.gate_up_weight.data[place].split(inner)
-            parts = {names.gate: gate, names.up: up, names.down: self.down_weight.data[place]}
-            found |= {f"{block}.experts.{expert}.{name}.weight": part for name, part in parts.items()}
+            gate, up = self.gate_up_weight.data[place].split(self.config.inner_size)
+            found |= zip(self._names(layer, expert), (gate, up, self.down_weight.data[place]), strict=True)
         return found
 
-    def needless(self, layer: str, names: Iterable[str]) -> set[str]:
-        """Of a checkpoint's tensors those of experts that other engines have; `layer` as in `destinations`."""
-        before = f"{layer}.{self.config.names.block}.experts."
-        found = {name for name in names if name.startswith(before)} if self.engines.size > 1 else set()
-        return {
-            name for name in found if (at := name[len(before) :].split(".")[0]).isdigit() and int(at) not in self.mine
-        }
+    def needless(self, layer: str) -> set[str]:
+        """Tensors of the experts that other engines have, where each has its own; `layer` as in `destinations`."""
+        others = set(range(self.config.num_experts)) - set(self.mine)
+        return {name for expert in others for name in self._names(layer, expert)}
+
+    def _names(self, layer: str, expert: int) -> list[str]:
+        """Of an expert's gate, up and down in a checkpoint."""
+        names = self.config.names
+        before = f"{layer}.{names.block}.experts.{expert}"
+        return [f"{before}.{name}.weight" for name in (names.gate, names.up, names.down)]
 
 
 def are_fused(names: Iterable[str]) -> bool:

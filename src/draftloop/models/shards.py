@@ -134,7 +134,7 @@ def why_not_divided(config: ModelConfig, size: int) -> str:
     """What keeps a model's layers from being divided among so many ranks; empty if nothing does."""
     if type(config) is not ModelConfig:
         return f"layers of {config.architecture} cannot be divided"
-    if getattr(config, "experts", None) is not None:
+    if config.experts is not None:
         return f"experts of {config.architecture} are not divided (engines share them: enable_expert_parallel)"
     if config.whole_qk_norm:
         return f"queries of {config.architecture} are normed over all heads"
