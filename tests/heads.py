@@ -209,12 +209,11 @@ def mtp_weights(
     return weights
 
 
-def module_weights(style: str, m: int) -> dict[str, Tensor]:
+def module_weights(style: str, m: int, **options: Any) -> dict[str, Tensor]:
     """Those of the m-th of several modules, under the names of the first. Qwen's share all but their layers."""
-    if not m:
-        return mtp_weights(style)
-    other = {name: w.roll(m, 0) for name, w in mtp_weights(style).items()}
-    return mtp_weights(style) | {name: w for name, w in other.items() if style != "qwen" or "layers.0." in name}
+    first = mtp_weights(style, **options)
+    other = {name: w.roll(m, 0) for name, w in first.items()}
+    return first | {name: w for name, w in other.items() if style != "qwen" or "layers.0." in name}
 
 
 def _numbered(style: str, name: str, m: int) -> str:
@@ -227,18 +226,23 @@ def _numbered(style: str, name: str, m: int) -> str:
 def mtp_target(style: str, variant: str = "", modules: int = 1) -> str:
     """Folder of the tiny target with a module beside its layers, or several."""
     if modules > 1:
-        weights = {}
-        for m in range(modules):
-            weights |= {_numbered(style, name, m): w for name, w in module_weights(style, m).items()}
-        return write_mtp_target(f"mtp-{style}-{modules}", style, weights)
+        return write_mtp_target(f"mtp-{style}-{modules}", style, _several(style, modules))
     return write_mtp_target(f"mtp-{style}{variant}", style, mtp_variant(style, variant))
 
 
+def _several(style: str, modules: int, **options: Any) -> dict[str, Tensor]:
+    return {
+        _numbered(style, name, m): weight
+        for m in range(modules)
+        for name, weight in module_weights(style, m, **options).items()
+    }
+
+
 @functools.cache
-def wide_mtp_target() -> str:
+def wide_mtp_target(modules: int = 1) -> str:
     """The same for the target made 256 wide, which every kernel takes."""
-    module = mtp_weights("deepseek", hidden=256)
-    return write_mtp_target("mtp-wide", "deepseek", module, target=tiny_model("wide", hidden=256))
+    weights = _several("deepseek", modules, hidden=256)
+    return write_mtp_target(f"mtp-wide-{modules}", "deepseek", weights, target=tiny_model("wide", hidden=256))
 
 
 def mtp_variant(style: str, variant: str = "") -> dict[str, Tensor]:

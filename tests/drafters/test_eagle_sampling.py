@@ -55,32 +55,42 @@ def test_a_row_drafts_up_to_the_longest_sequence():
 
 
 @torch.no_grad()
-def exact_second(prompt: list[int], temperature: float) -> torch.Tensor:
-    """Distribution of the second token of an answer, over all first tokens."""
+def exact(prompt: list[int], temperature: float, place: int) -> torch.Tensor:
+    """Distribution of an answer's token at a place, over all tokens before it."""
     model = hf_model(tiny_model())
-    first = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
-    batch = torch.tensor([[*prompt, token] for token in range(VOCAB)])
-    return first @ (model(batch).logits[:, -1] / temperature).softmax(-1)
+    chances, batch = torch.ones(1), torch.tensor([prompt])
+    for _ in range(place):
+        chances_BV = (model(batch).logits[:, -1] / temperature).softmax(-1) * chances[:, None]
+        chances = chances_BV.flatten()
+        ids_BV = torch.arange(VOCAB).repeat(len(batch), 1)
+        batch = torch.cat([batch.repeat_interleave(VOCAB, 0), ids_BV.flatten()[:, None]], 1)
+    return chances @ (model(batch).logits[:, -1] / temperature).softmax(-1)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle", "dflash", "dspark", "medusa", "peagle", "cascade"])
-def test_sampled_text_has_the_targets_distribution(method):
-    """The second token is the first that a draft may become. The head is poor, so most of what is accepted, and
-    all of what replaces the rest, depends on its probabilities being right."""
-    prompt, count, temperature = prompts(2)[1], 3000, 6.0
+@pytest.mark.parametrize(
+    ("method", "index", "place"),
+    [
+        *((method, 0, 1) for method in ("eagle3", "eagle", "dflash", "dspark", "medusa", "peagle", "cascade")),
+        pytest.param("mtp", 1, 2, id="two modules, of which the second drafts it"),
+    ],
+)
+def test_sampled_text_has_the_targets_distribution(method, index, place):
+    """The token at a place from 1 on may be a draft. The head is poor, so most of what is accepted, and all of what
+    replaces the rest, depends on its probabilities being right."""
+    prompt, count, temperature = prompts(2)[1] if place == 1 else [7], 3000, 6.0
     llm = engine(
-        speculative_config={**example_configs()[method][0], "num_speculative_tokens": 2},
+        speculative_config={**example_configs()[method][index], "num_speculative_tokens": 2},
         max_num_seqs=64,
         max_prefill_rows=64,
         max_num_batched_tokens=1024,
         cudagraph_capture_sizes=(64,),
         kv_cache_memory_bytes=1 << 26,
     )
-    params = [SamplingParams(temperature=temperature, max_tokens=2, seed=seed) for seed in range(count)]
-    seconds = torch.tensor([tokens[1] for tokens in answers(llm.generate([prompt] * count, params))])
-    assert llm.get_metrics()["spec_decode_num_accepted_tokens"] > 0.05 * count
-    expected = exact_second(prompt, temperature) * count
-    seen = torch.bincount(seconds, minlength=VOCAB).double()
+    params = [SamplingParams(temperature=temperature, max_tokens=place + 1, seed=seed) for seed in range(count)]
+    found = torch.tensor([tokens[place] for tokens in answers(llm.generate([prompt] * count, params))])
+    assert llm.get_metrics()["spec_decode_num_accepted_tokens_per_pos"][place - 1] > 0.05 * count
+    expected = exact(prompt, temperature, place) * count
+    seen = torch.bincount(found, minlength=VOCAB).double()
     bins = torch.where(expected >= 8, torch.arange(VOCAB), VOCAB)  # what is rare goes together
     wanted, observed = (torch.zeros(VOCAB + 1).double().index_add(0, bins, x.double()) for x in (expected, seen))
     used = wanted > 0

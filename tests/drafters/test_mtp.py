@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import ModeSetting
 from draftloop.kernels.rms_norm import Store
+from draftloop.kvcache.rows import NO_DRAFT
 from draftloop.models.config import PRESETS, ModelConfig
 from draftloop.models.dense import attention_shape
 from gemma4 import gemma4_target
@@ -217,30 +219,67 @@ def test_several_modules_draft_as_the_reference_after_every_step(style, num_modu
     llm.close()
 
 
-def test_behind_a_prefix_that_was_found_several_modules_draft_the_same():
-    """The last tokens found run again, since what modules keep of them depends on those after them."""
+@pytest.mark.parametrize("num_modules", [3, 18])
+def test_behind_a_prefix_that_was_found_several_modules_draft_the_same(num_modules):
+    """The last tokens found run again, since what modules keep of them depends on those after them. Of 18 modules
+    these are more than a page, and somebody else is still reading it."""
     llm = make_engine(
-        mtp_target("deepseek", modules=3),
-        speculative_config={"method": "mtp", "num_speculative_tokens": 3},
+        mtp_target("deepseek", modules=num_modules),
+        speculative_config={"method": "mtp", "num_speculative_tokens": num_modules},
         enable_prefix_caching=True,
+        enforce_eager=True,
     )
-    core, state, other = llm.engine.core, llm.engine.core.worker.state, references("deepseek", 3)
+    core, state, other = llm.engine.core, llm.engine.core.worker.state, references("deepseek", num_modules)
     start = [(7 * i + 3) % VOCAB for i in range(40)]
-    llm.generate([[*start, 5, 6]], greedy(2))
-    core.add("again", [*start[:32], 1], greedy(8))
-    found = []
+    core.add("first", [*start, 5, 6], greedy(12))
+    core.step()
+    core.add("again", [*start[:32], 1], greedy(6))
+    found = {}
 
     def check() -> None:
         for sequence in core.scheduler.running:
             if sequence.output_ids:
                 tokens = sequence.prompt_ids + sequence.output_ids
-                drafts = round_robin(other, tokens, hf_states(tiny_model(), tokens)[1], 3)
+                drafts = round_robin(other, tokens, hf_states(tiny_model(), tokens)[1], num_modules)
                 assert state.drafts_MK[sequence.row].tolist() == drafts
-                found.append(sequence.num_cached)
+                found[sequence.request_id] = sequence.num_cached
 
     run_through(llm, check)
-    assert found
-    assert set(found) == {32 - 3}
+    assert found == {"first": 0, "again": 32 - num_modules}
+    llm.close()
+
+
+def test_several_modules_draft_as_the_reference_after_steps_of_any_number_of_drafts():
+    """By a schedule: nothing at first, then one draft, then five of three modules."""
+    k = 5
+    llm = make_engine(
+        mtp_target("deepseek", modules=3),
+        speculative_config={
+            "method": "mtp",
+            "num_speculative_tokens": k,
+            "num_speculative_tokens_per_batch_size": [[1, 1, k], [2, 2, 1], [3, 8, 0]],
+        },
+        cudagraph_capture_sizes=(2, 8),
+    )
+    llm.engine.table.poison = True
+    core, state, other = llm.engine.core, llm.engine.core.worker.state, references("deepseek", 3)
+    for i, prompt in enumerate(prompts(3)):
+        core.add(str(i), prompt, greedy(20 * (i + 1)))
+    drafting, seen = core.scheduler.drafting, Counter()
+
+    def check() -> None:
+        for sequence in core.scheduler.running:
+            if sequence.output_ids and drafting.current:
+                tokens = sequence.prompt_ids + sequence.output_ids
+                drafts = [draft for draft in state.drafts_MK[sequence.row].tolist() if draft != NO_DRAFT]
+                expected = round_robin(other, tokens, hf_states(tiny_model(), tokens)[1], k)
+                assert drafts == expected[: len(drafts)]
+                seen[len(drafts)] += 1
+
+    ended = run_through(llm, check)
+    assert ended == {str(i): oracle(prompt, 20 * (i + 1)) for i, prompt in enumerate(prompts(3))}
+    assert min(drafting.steps_by_count.values()) > 0, "nothing, one and five"
+    assert set(seen) == {3, k}, "all modules run, for one draft too"
     llm.close()
 
 

@@ -218,7 +218,7 @@ class Drafter(ABC):
     @property
     def num_rerun(self) -> int:
         """Last tokens of a prefix found in the caches that run again (drafters that `reuses_prefixes`): what is kept of
-        them depends on tokens after them, which were another request's. At most a page."""
+        them depends on tokens after them, which were another request's. At least 1."""
         return 1
 
     @property

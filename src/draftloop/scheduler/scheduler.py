@@ -44,7 +44,7 @@ class Scheduler:
     ) -> None:
         """`num_drafts` is the most that a step may draft; `drafting` chooses how many it does, the most by default.
 
-        `num_rerun`: tokens at the end of a prefix found in the caches that run again, 1 to a page of them.
+        `num_rerun`: tokens at the end of a prefix found in the caches that run again, 1 or more.
         """
         self.pages = pages
         self.max_num_batched_tokens, self.max_prefill_rows = max_num_batched_tokens, max_prefill_rows
@@ -260,7 +260,9 @@ class Scheduler:
         """Pages that hold what its first tokens would fill them with."""
         if not self.prefix_caching or sequence.reports_prompt:
             return []
-        return self.pages.find(self._keys(sequence, sequence.num_to_prefill))
+        found = self.pages.find(self._keys(sequence, sequence.num_to_prefill))
+        # only the last page held may be written again, so that what runs again must begin in it
+        return found[: max(len(found) - (self.num_rerun - 1) // self.pages.page_size, 0)]
 
     def _register(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the pages that its first `num_tokens` fill."""
@@ -311,7 +313,8 @@ class Scheduler:
             if not self._fits(sequence, found):
                 return False
         need = self._pages_to_admit(sequence, found)
-        sequence.num_prefilled = max(len(found) * self.pages.page_size - self.num_rerun, 0)
+        in_last_page = (self.num_rerun - 1) % self.pages.page_size + 1
+        sequence.num_prefilled = max(len(found) * self.pages.page_size - in_last_page, 0)
         sequence.copied_page = found[-1] if self._is_last_held(found) else None
         self.pages.hold(found)
         shared = found if sequence.copied_page is None else found[:-1]
