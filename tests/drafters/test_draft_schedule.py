@@ -75,12 +75,20 @@ def test_every_number_of_the_schedule_is_in_the_coverage_report():
     assert {"target.verify", "target.verify.k1", "target.decode"} <= covered
 
 
-@pytest.mark.parametrize("how", [{"cudagraph_mode": "NONE"}, {"cudagraph_mode": "FULL", "device_loop": 7}])
-def test_adaptive_text_is_that_of_plain_decoding(how):
-    spec = {"method": "draft_model", "model": tiny_model("near", noise=0.06), "num_speculative_tokens": 3}
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        ("draft_model", {"cudagraph_mode": "NONE"}),
+        ("draft_model", {"cudagraph_mode": "FULL", "device_loop": 7}),
+        pytest.param("mtp", {"cudagraph_mode": "FULL", "device_loop": 7}, id="two mtp modules"),
+    ],
+)
+def test_adaptive_text_is_that_of_plain_decoding(method, how):
+    spec = example_configs()[method][-1 if method == "mtp" else 0]
     llm = make_engine(speculative_config={**spec, "adaptive": True}, cudagraph_capture_sizes=(2, 8), **how)
     asked = prompts(5)
     assert answers(llm.generate(asked, greedy(60))) == [oracle(p, 60) for p in asked]
+    assert len(llm.engine.core.scheduler.drafting.counts) > 1
     llm.close()
 
 
