@@ -76,6 +76,31 @@ def test_admission_waits_for_a_free_row():
     assert c.row == row
 
 
+def test_prompts_gather_where_throughput_is_all_that_counts():
+    scheduler = make_scheduler(max_num_seqs=4, max_prefill_rows=4, min_prefill_rows=3)
+    first = add(scheduler, *(make_request(name, 3) for name in "abcd"))
+    add(scheduler, *(make_request(name, 3) for name in "efgh"))
+    assert len(step(scheduler)[0]) == 4
+    for ended, sequence in enumerate(first[:3]):
+        assert scheduler.has_prompt_to_run() == (ended == 3)
+        assert step(scheduler)[0] == []
+        scheduler.finish(sequence)
+    assert scheduler.has_prompt_to_run()
+    assert step(scheduler) == ([("e", 0, 3), ("f", 0, 3), ("g", 0, 3)], ["d"])
+    scheduler.finish(first[3])
+    assert step(scheduler)[0] == [("h", 0, 3)], "the last ones wait for nobody"
+
+
+def test_prompts_do_not_gather_before_lower_priorities_nor_where_nobody_decodes():
+    scheduler = make_scheduler(max_num_seqs=4, max_prefill_rows=4, min_prefill_rows=3)
+    add(scheduler, *(make_request(name, 3) for name in "ab"))
+    assert len(step(scheduler)[0]) == 2
+    add(scheduler, make_request("c", 3), make_request("d", 3), make_request("e", 3))
+    assert step(scheduler) == ([], ["a", "b"]), "two rows are free, three prompts wait"
+    add(scheduler, make_request("urgent", 3, priority=-1))
+    assert step(scheduler)[0][0] == ("urgent", 0, 3)
+
+
 def test_admission_waits_for_the_pages_of_prompt_and_first_block():
     scheduler = make_scheduler(num_pages=6, num_drafts=3)
     a, b = add(scheduler, make_request("a", 36, max_tokens=30), make_request("b", 28, max_tokens=13))

@@ -61,6 +61,8 @@ class EngineConfig:
     """Prompt tokens that one step may process; longer prompts run in chunks."""
     max_prefill_rows: int = 16
     """Prompts that one step may process."""
+    min_prefill_rows: int = 1
+    """While rows decode, prompts wait until as many rows are free; for throughput, where nobody waits for an answer."""
     block_size: int | None = None
     """Tokens per cache page: 16, 32 or 64."""
     gpu_memory_utilization: float = 0.9
@@ -123,6 +125,9 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             self._need(value is None or value >= 1, name, "an integer >= 1")
+        most = min(self.max_prefill_rows, self.max_num_seqs)
+        limit = f"in [1, {most}], what max_prefill_rows and max_num_seqs allow"
+        self._need(1 <= self.min_prefill_rows <= most, "min_prefill_rows", limit)
         self._need(self.tensor_parallel_size >= 1, "tensor_parallel_size", "an integer >= 1")
         self._need(self.data_parallel_size >= 1, "data_parallel_size", "an integer >= 1")
         limit = "1 where tensor_parallel_size is above 1; serve once on each group of GPUs"

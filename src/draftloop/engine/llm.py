@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from tqdm import tqdm
 
@@ -26,6 +26,16 @@ Lora: TypeAlias = LoRARequest | str | None
 """An adapter, or the name of one of `lora_modules`."""
 
 
+class _Open(NamedTuple):
+    """Somebody waits for this output."""
+
+    output: RequestOutput
+    running: list[Running]
+    """What runs for each of its answers."""
+    streams: bool
+    """It is looked at after every step; others are complete when they end, which spares most of the work."""
+
+
 class LLM:
     """Owns an engine and steps it.
 
@@ -38,8 +48,8 @@ class LLM:
         self.config = EngineConfig.from_mapping(model=model, **settings)
         self._engine: Engine | None = start(self.config)
         self._ids = itertools.count()
-        self._open: dict[str, tuple[RequestOutput, list[Running]]] = {}
-        """By the engine's request id: the output that it is an answer of, and what runs for all of its answers."""
+        self._open: dict[str, _Open] = {}
+        """By the engine's request id."""
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, ranks: Ranks | None = None, replica: Replica = ALONE) -> LLM:
@@ -125,7 +135,7 @@ class LLM:
         if prompt and not isinstance(prompt, str | Mapping) and isinstance(prompt[0], Mapping):
             prompt = self._render(prompt)  # type: ignore[arg-type]
         params = sampling_params or SamplingParams()
-        output = self._add(prompt, params, speculation, lora=lora_request)  # type: ignore[arg-type]
+        output = self._add(prompt, params, speculation, lora=lora_request, streams=True)  # type: ignore[arg-type]
         num_seen, is_last = 0, False
         try:
             while not is_last:
@@ -147,8 +157,13 @@ class LLM:
         changed = self.engine.core.step()
         for sequence, text in changed:
             if place := self._open.get(sequence.request_id):
-                output, running = place
-                _fill(output, running, running.index(sequence), text)
+                index = place.running.index(sequence)
+                if place.streams or sequence.finish_reason is not None:
+                    _fill(place.output, place.running, index, text)
+                else:
+                    answer = place.output.outputs[index]
+                    answer.text = text
+                    answer.token_ids += sequence.output_ids[len(answer.token_ids) :]
         return changed
 
     def _close(self, output: RequestOutput) -> None:
@@ -163,7 +178,14 @@ class LLM:
         return str(next(self._ids))
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams, speculation: bool, priority: int = 0, lora: Lora = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        speculation: bool,
+        priority: int = 0,
+        lora: Lora = None,
+        *,
+        streams: bool = False,
     ) -> RequestOutput:
         """Queue one request for each answer. All or none: the first one is refused if any would be."""
         text, ids, salt = self._tokenize(prompt)
@@ -185,7 +207,7 @@ class LLM:
                     lora_request=lora,
                 )
             )
-            self._open[request_id] = output, running
+            self._open[request_id] = _Open(output, running, streams)
         if (grammar := running[0].grammar) is not None:
             grammar.wait()  # a wrong one is refused, as wrong parameters are
             if grammar.error is not None:

@@ -323,6 +323,7 @@ def _build(
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             max_prefill_rows=resolved.max_prefill_rows,
+            min_prefill_rows=config.min_prefill_rows,
             max_model_len=resolved.max_model_len,
             num_drafts=num_drafts,
             prefix_caching=resolved.prefix_caching,

@@ -38,6 +38,7 @@ class Scheduler:
         max_prefill_rows: int,
         max_model_len: int,
         num_drafts: int,
+        min_prefill_rows: int = 1,
         prefix_caching: bool = False,
         drafting: Drafting | None = None,
         num_rerun: int = 1,
@@ -48,6 +49,7 @@ class Scheduler:
         """
         self.pages = pages
         self.max_num_batched_tokens, self.max_prefill_rows = max_num_batched_tokens, max_prefill_rows
+        self.min_prefill_rows = min_prefill_rows
         self.max_model_len, self.num_drafts = max_model_len, num_drafts
         self.prefix_caching, self.num_rerun = prefix_caching, num_rerun
         self.drafting = drafting or FixedDrafts(num_drafts)
@@ -106,7 +108,8 @@ class Scheduler:
         chunks: list[Chunk] = []
         for sequence in (s for s in self.running if s.stage is Stage.PREFILL):
             budget = self._add_chunk(chunks, sequence, budget)
-        while preempted == self.num_preemptions and budget > 0 and len(chunks) < self.max_prefill_rows:
+        admits = not self._gathers()
+        while admits and preempted == self.num_preemptions and budget > 0 and len(chunks) < self.max_prefill_rows:
             sequence = self._next_waiting()
             if sequence is None:
                 break
@@ -129,9 +132,16 @@ class Scheduler:
         if any(s.stage is Stage.PREFILL for s in self.running):
             return True
         sequence = self._next_waiting()
-        if sequence is None:
+        if sequence is None or self._gathers():
             return False
         return self._fits(sequence, self._find_pages(sequence)) or self._outranks(sequence)
+
+    def _gathers(self) -> bool:
+        """Prompts wait for more rows to become free, so that they run together; none that others give way to."""
+        wanted = min(self.min_prefill_rows, len(self.waiting))
+        if wanted <= 1 or len(self._free_rows) >= wanted or self._outranks(self.waiting[0]):
+            return False
+        return any(s.stage is Stage.DECODE for s in self.running)
 
     def _next_waiting(self) -> Sequence | None:
         """The first whose grammar is compiled."""

@@ -207,6 +207,11 @@ class DFlashOptions:
 
     num_layers: int = 1
     """Decoder layers."""
+    intermediate_size: int | None = None
+    """Width of its MLPs; left out, the target's."""
+    num_kv_heads: int | None = None
+    """Key and value heads; left out, as many as the target has. All that a block learns of the text passes through
+    their values."""
     block_size: int = 8
     """Tokens of a block: one that is known, and masks that become drafts."""
     anchors: int = 256
@@ -231,7 +236,9 @@ class DFlashOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, _PREFIX)
-        check(self.num_layers >= 1, self, "num_layers", "an integer >= 1", _PREFIX)
+        for name in ("num_layers", "intermediate_size", "num_kv_heads"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, self, name, "an integer >= 1", _PREFIX)
         check(2 <= self.block_size <= 33, self, "block_size", "in [2, 33]", _PREFIX)
         check(self.anchors >= 1, self, "anchors", "an integer >= 1", _PREFIX)
         check(self.gamma is None or self.gamma > 0, self, "gamma", "above 0", _PREFIX)

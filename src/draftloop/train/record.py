@@ -69,10 +69,11 @@ def _engine_settings(options: TrainOptions) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if cuda:
-        # every step has prompts, since some answers end in each: eager, they would take longer than the decoding
+        # some answers end in each step: prompts one by one would take longer than the decoding
         settings |= {
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "max_prefill_rows": min(64, rows),
+            "min_prefill_rows": max(rows // 16, 1),
             "max_num_batched_tokens": 2048 + rows,
         }
     return settings
