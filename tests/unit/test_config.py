@@ -22,7 +22,10 @@ from draftloop.errors import ConfigError
         ({"max_num_seqs": True}, "max_num_seqs is True; it must be an integer"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be an integer >= 1"),
         ({"max_prefill_rows": 0}, "max_prefill_rows is 0; it must be an integer >= 1"),
-        ({"min_prefill_rows": 17}, r"min_prefill_rows is 17; it must be in \[1, 16\], what max_prefill_rows and max_num_seqs"),
+        (
+            {"min_prefill_rows": 17},
+            r"min_prefill_rows is 17; it must be in \[1, 16\], what max_prefill_rows and max_num_seqs",
+        ),
         ({"max_model_len": 0}, "max_model_len is 0; it must be an integer >= 1"),
         ({"max_num_batched_tokens": -5}, "max_num_batched_tokens is -5; it must be an integer >= 1"),
         ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes is 0; it must be an integer >= 1"),
