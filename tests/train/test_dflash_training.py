@@ -200,11 +200,14 @@ def blocks_of_the_reference(method: BlockMethod, folder: str, batch: Batch, anch
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("num_layers", "own_mask"), [(1, False), (2, True)])
-def test_what_is_trained_is_what_is_served(tmp_path, num_layers, own_mask, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_layers", "own_mask", "sizes"),
+    [(1, False, {}), (2, True, {}), (2, True, {"num_kv_heads": 4, "intermediate_size": 24})],
+)
+def test_what_is_trained_is_what_is_served(tmp_path, num_layers, own_mask, sizes, monkeypatch):
     """Numbers against the reference that serving equals, and the engine's drafts against the module's."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "drafters"))
-    method, module = make(num_layers=num_layers, train_mask_embedding=own_mask)
+    method, module = make(num_layers=num_layers, train_mask_embedding=own_mask, **sizes)
     batch = pack(texts())
     module.eval()
     module(batch, 1.0)  # which sees how large the target's states are
@@ -357,6 +360,8 @@ def test_training_raises_acceptance_on_a_gpu(tmp_path, method):
         ({"anchors": 0}, "anchors is 0; it must be an integer >= 1"),
         ({"draft_vocab_size": VOCAB}, f"draft_vocab_size is {VOCAB}, but 'tiny' has {VOCAB} ids"),
         ({"mask_token_id": VOCAB}, f"mask_token_id is {VOCAB}, but 'tiny' has {VOCAB} ids"),
+        ({"num_kv_heads": 3}, "num_heads is 4 in the model's config; it must be a multiple of num_kv_heads, 3"),
+        ({"intermediate_size": 0}, "intermediate_size is 0; it must be an integer >= 1"),
         ({"aux_layer_ids": (3,)}, "aux_layer_ids names layer 3, but 'tiny' has 2 layers"),
     ],
 )

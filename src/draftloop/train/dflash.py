@@ -235,11 +235,6 @@ class BlockMethod(Method[BlockOptionsT]):
             intermediate_size=options.intermediate_size or model.intermediate_size,
             num_kv_heads=options.num_kv_heads or model.num_kv_heads,
         )
-        if model.num_heads % model.num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads is {model.num_kv_heads}, which does not divide the {model.num_heads} heads of {subject.name!r}; "
-                "choose one that does"
-            )
         self._aux_layers = layers
         self._mask_C: Tensor | None = None
         self.drafter = DFlashConfig(
