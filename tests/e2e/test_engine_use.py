@@ -6,9 +6,12 @@ import gc
 import json
 import weakref
 
+import numpy as np
 import pytest
+import torch
 
 from draftloop.errors import CapacityError, ConfigError, GraphError, RequestError
+from draftloop.request import SamplingParams
 from helpers import (
     VOCAB,
     answers,
@@ -43,9 +46,13 @@ def plain():
         ([1] * 128, "128 tokens; with max_model_len 128 it may have at most 127"),
         ([1, VOCAB], f"token id {VOCAB}; this model's ids are 0 to {VOCAB - 1}"),
         ([1, -1], "token id -1"),
+        ([1, True], "token id True"),
         ("text", "no tokenizer"),
+        ({"prompt_token_ids": 7}, "the prompt is 7; it must be a text or a list of token ids"),
+        ({"prompt_token_ids": [1] * 20, "cache_salt": "half \ud800"}, "cache_salt is"),
+        (None, "prompts is None"),
     ],
-    ids=["empty", "too_long", "unknown_id", "negative_id", "text"],
+    ids=["empty", "too_long", "unknown_id", "negative_id", "bool", "text", "no_list", "half_a_character", "nothing"],
 )
 def test_a_bad_prompt_is_refused_and_the_engine_goes_on(plain, prompt, message):
     with pytest.raises(RequestError, match=message):
@@ -65,6 +72,40 @@ def test_one_bad_prompt_among_several_ends_alone(plain):
     assert outputs[1].prompt_token_ids == bad
     assert outputs[0].error is outputs[3].error is None
     assert [answers(outputs)[i] for i in (0, 3)] == [oracle(p, 8) for p in good]
+    assert_all_free(plain)
+
+
+def test_what_is_no_prompt_among_several_leaves_none_of_them_behind(plain):
+    good = prompts(1)[0]
+    outputs = plain.generate([good, 3], greedy(4))
+    assert answers(outputs) == [oracle(good, 4), []]
+    assert "the prompt is 3" in outputs[1].error
+    with pytest.raises(RequestError, match="sampling_params is"):
+        plain.generate([good], {"temperature": 0})
+    assert_all_free(plain)
+
+
+def test_arrays_and_tensors_of_token_ids_are_prompts_too(plain):
+    good = prompts(1)[0]
+    outputs = plain.generate([np.array(good), torch.tensor(good)], greedy(4))
+    assert answers(outputs) == [oracle(good, 4)] * 2
+
+
+def test_an_interrupt_while_requests_are_added_leaves_none_behind(plain, monkeypatch):
+    core = plain.engine.core
+    add, calls = core.add, []
+
+    def interrupted(*args, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return add(*args, **options)
+
+    monkeypatch.setattr(core, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):  # between two answers to one prompt
+        plain.generate([[1], [2]], SamplingParams(n=2, max_tokens=4))
+    monkeypatch.undo()
+    assert plain._open == {}
     assert_all_free(plain)
 
 

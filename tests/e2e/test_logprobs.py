@@ -182,6 +182,7 @@ def test_a_prompt_is_cut_from_its_beginning():
         ({"allowed_token_ids": [3, VOCAB]}, f"allowed_token_ids holds token id {VOCAB}"),
         ({"logit_bias": {VOCAB + 2: 1}}, f"logit_bias holds token id {VOCAB + 2}"),
         ({"extra_args": {"x": 1}}, "extra_args has 'x'"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 128}, "max_tokens is 128; .* must be below max_model_len, 128"),
         ({"bad_words": ["x"]}, "bad_words is .* without a tokenizer"),
     ],
 )

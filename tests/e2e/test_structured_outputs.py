@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -249,8 +250,6 @@ def test_parameters_that_leave_no_token_end_the_request_saying_so():
 
 
 def test_a_grammar_is_compiled_once_and_nobody_waits_for_that_of_another(monkeypatch):
-    import threading
-
     from draftloop.sampling.grammar import GrammarCompiler
 
     llm = make_engine(target(), max_num_seqs=2, enforce_eager=True)
@@ -277,6 +276,36 @@ def test_a_grammar_is_compiled_once_and_nobody_waits_for_that_of_another(monkeyp
     core.add("gone", [1, 2], greedy(5, structured_outputs={"choice": ["other"]}))
     core.abort("gone")
     assert core.idle
+    llm.close()
+
+
+def test_a_grammar_that_fails_between_a_look_at_it_and_the_plan_ends_its_request_alone(monkeypatch):
+    """Compiling ends in another thread, at any moment."""
+    from draftloop.sampling.grammar import GrammarCompiler
+
+    fail_now = threading.Event()
+
+    def fail(self, grammar):
+        fail_now.wait(10)
+        raise RuntimeError("no room for it")
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", fail)
+    llm = make_engine(target(), max_num_seqs=2, enforce_eager=True)
+    core, ended = llm.engine.core, {}
+    bad = core.add("bad", [1], greedy(5, structured_outputs={"regex": "b+"}))
+    look = core._next_plan
+
+    def plan():
+        fail_now.set()
+        bad.grammar.wait()
+        return look()
+
+    monkeypatch.setattr(core, "_next_plan", plan)
+    core.add("good", [2], greedy(5))
+    while len(ended) < 2:
+        ended |= {sequence.request_id: sequence.finish_reason for sequence, _ in core.step() if sequence.finish_reason}
+    assert ended == {"bad": "error", "good": "length"}
+    assert bad.output_ids == []
     llm.close()
 
 

@@ -111,6 +111,15 @@ def test_admission_waits_for_the_pages_of_prompt_and_first_block():
     assert step(scheduler) == ([("b", 0, 28)], [])
 
 
+def test_who_waits_for_a_grammar_holds_nobody_up():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("compiling", 5, is_compiling=True))
+    assert not scheduler.has_prompt_to_run()
+    scheduler.add(make_request("free", 5))
+    assert scheduler.has_prompt_to_run()
+    assert [chunk.sequence.request_id for chunk in scheduler.plan().chunks] == ["free"]
+
+
 def test_a_request_that_waits_is_not_overtaken():
     scheduler = make_scheduler(num_pages=6)
     add(scheduler, make_request("a", 20, max_tokens=30), make_request("big", 40), make_request("small", 2))

@@ -34,7 +34,12 @@ class RequestChecker:
         self._check_ids("prompt", prompt_ids)
         keep = params.truncate_prompt_tokens
         if keep == -1:
-            keep = max(self.max_model_len - (params.max_tokens or 1), 1)
+            keep = self.max_model_len - (params.max_tokens or 1)
+            if keep < 1:
+                raise RequestError(
+                    f"max_tokens is {params.max_tokens}; with truncate_prompt_tokens -1 it must be below max_model_len, "
+                    f"{self.max_model_len}, to leave room for the prompt"
+                )
         return list(prompt_ids if keep is None else prompt_ids[-keep:])
 
     def check(self, params: SamplingParams) -> None:
@@ -69,7 +74,7 @@ class RequestChecker:
         """Where it stands in the queue, and with whom it shares cached prefixes."""
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > LARGEST:
             raise RequestError(f"priority is {priority!r}; it must be an integer from -{LARGEST} to {LARGEST}")
-        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt and _is_unicode(cache_salt)):
             raise RequestError(f"cache_salt is {cache_salt!r}; it must be a text that is not empty")
 
     def bad_words(self, params: SamplingParams) -> list[list[int]]:
@@ -96,6 +101,15 @@ class RequestChecker:
         return [list(ids) for ids in found]
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < self.vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"{name} holds token id {bad!r}; this model's ids are 0 to {self.vocab_size - 1}")
+        for i in ids:
+            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < self.vocab_size:
+                raise RequestError(f"{name} holds token id {i!r}; this model's ids are 0 to {self.vocab_size - 1}")
+
+
+def _is_unicode(text: str) -> bool:
+    """False for a text with half a character, which nothing can be made of."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -118,6 +118,7 @@ class EngineCore:
         self._count += 1
         self._sequences[request_id] = sequence
         if sequence.grammar is not None:
+            sequence.is_compiling = True
             self._compiling.append(sequence)
         self._texts[request_id] = Detokenizer(self.tokenizer, params)
         return sequence
@@ -221,6 +222,8 @@ class EngineCore:
                 self.scheduler.abort(sequence)
                 failed.append((sequence, ""))
                 self._forget(sequence)
+            else:
+                sequence.is_compiling = False
         return failed
 
     def _wait_for_grammars(self) -> None:

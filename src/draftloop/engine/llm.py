@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from tqdm import tqdm
@@ -87,6 +87,8 @@ class LLM:
             params = [sampling_params or SamplingParams()] * len(many)
         else:
             params = list(sampling_params)
+            if not all(isinstance(one, SamplingParams) for one in params):
+                raise RequestError(f"sampling_params is {sampling_params!r}; it must be SamplingParams, one or a list")
             if len(params) != len(many):
                 raise RequestError(f"{len(many)} prompts came with {len(params)} sampling_params; give one or one each")
         if priority is not None and len(priority) != len(many):
@@ -95,22 +97,21 @@ class LLM:
         if len(loras) != len(many):
             raise RequestError(f"{len(many)} prompts came with {len(loras)} of lora_request; give one or one each")
         outputs: list[RequestOutput] = []
-        for prompt, one, rank, lora in zip(many, params, priority or [0] * len(many), loras, strict=True):
-            try:
-                outputs.append(self._add(prompt, one, speculation, rank, lora))
-            except RequestError as error:
-                if len(many) == 1:
-                    raise
-                outputs.append(_refused(self._next_id(), prompt, error))
-        running = [output for output in outputs if not output.finished]
-        total = sum(len(output.outputs) for output in running)
-        with tqdm(total=total, desc="Answering", disable=not use_tqdm) as bar:
-            try:
+        try:
+            for prompt, one, rank, lora in zip(many, params, priority or [0] * len(many), loras, strict=True):
+                try:
+                    outputs.append(self._add(prompt, one, speculation, rank, lora))
+                except RequestError as error:
+                    if len(many) == 1:
+                        raise
+                    outputs.append(_refused(self._next_id(), prompt, error))
+            total = sum(len(output.outputs) for output in outputs if not output.finished)
+            with tqdm(total=total, desc="Answering", disable=not use_tqdm) as bar:
                 while not self.engine.core.idle:
                     bar.update(sum(sequence.finish_reason is not None for sequence, _ in self._step()))
-            finally:  # an interrupt must not leave requests behind
-                for output in running:
-                    self._close(output)
+        finally:  # an interrupt must not leave requests behind
+            for output in outputs:
+                self._close(output)
         return outputs
 
     def chat(
@@ -194,25 +195,28 @@ class LLM:
             request_id=self._next_id(), prompt=text, prompt_token_ids=ids, outputs=answers, finished=False
         )
         running: list[Running] = []
-        for answer in answers:
-            request_id = _answer_id(output, answer.index)
-            running.append(
-                self.engine.core.add(
-                    request_id,
-                    ids,
-                    params.answer(answer.index),
-                    speculation=speculation,
-                    priority=priority,
-                    cache_salt=salt,
-                    lora_request=lora,
+        try:
+            for answer in answers:
+                request_id = _answer_id(output, answer.index)
+                running.append(
+                    self.engine.core.add(
+                        request_id,
+                        ids,
+                        params.answer(answer.index),
+                        speculation=speculation,
+                        priority=priority,
+                        cache_salt=salt,
+                        lora_request=lora,
+                    )
                 )
-            )
-            self._open[request_id] = _Open(output, running, streams)
-        if (grammar := running[0].grammar) is not None:
-            grammar.wait()  # a wrong one is refused, as wrong parameters are
-            if grammar.error is not None:
-                self._close(output)
-                raise RequestError(grammar.error)
+                self._open[request_id] = _Open(output, running, streams)
+            if (grammar := running[0].grammar) is not None:
+                grammar.wait()  # a wrong one is refused, as wrong parameters are
+                if grammar.error is not None:
+                    raise RequestError(grammar.error)
+        except BaseException:
+            self._close(output)
+            raise
         output.prompt_token_ids = running[0].prompt_ids
         return output
 
@@ -227,7 +231,7 @@ class LLM:
                 )
             prompt = prompt[keys.pop()]
         if not isinstance(prompt, str):
-            return None, list(prompt), salt
+            return None, _as_ids(prompt), salt
         if self.engine.tokenizer is None:
             raise RequestError(f"{self.config.model!r} has no tokenizer; give the prompt as token ids")
         return prompt, self.engine.tokenizer.encode(prompt), salt
@@ -309,8 +313,18 @@ def _part(part: PartStats) -> dict[str, Any]:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts is {prompts!r}; it must be a prompt, or a list of them")
     many = list(prompts)
     return [many] if many and isinstance(many[0], int) else many  # type: ignore[list-item]
+
+
+def _as_ids(prompt: Any) -> list[int]:
+    """Token ids of a list, an array or a tensor of them."""
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, Sequence):
+        raise RequestError(f"the prompt is {prompt!r}; it must be a text or a list of token ids")
+    return list(ids)
 
 
 def _answer_id(output: RequestOutput, index: int) -> str:
@@ -338,11 +352,12 @@ def _fill(output: RequestOutput, running: Sequence[Running], index: int, text: s
     output.num_cached_tokens = running[0].num_cached
     output.spec = speculation_stats(running)
     now = sequence.finished or time.perf_counter()
-    decoding = now - sequence.first_token
+    started, first_token = sequence.started or now, sequence.first_token or now  # it may end before either
+    decoding = now - first_token
     output.metrics = {
-        "time_to_first_token_ms": (sequence.first_token - sequence.arrived) * 1e3,
+        "time_to_first_token_ms": (first_token - sequence.arrived) * 1e3,
         "generation_time_ms": (now - sequence.arrived) * 1e3,
-        "queue_time_ms": (sequence.started - sequence.arrived) * 1e3,
+        "queue_time_ms": (started - sequence.arrived) * 1e3,
         "tokens_per_second": (len(sequence.output_ids) - 1) / decoding if decoding > 0 else 0.0,
     }
 
@@ -351,7 +366,8 @@ def _refused(request_id: str, prompt: Prompt, error: RequestError) -> RequestOut
     answer = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt") or prompt.get("prompt_token_ids") or []
-    text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
+    text = prompt if isinstance(prompt, str) else None
+    ids = list(prompt) if text is None and isinstance(prompt, Sequence) else []
     return RequestOutput(
         request_id=request_id, prompt=text, prompt_token_ids=ids, outputs=[answer], finished=True, error=str(error)
     )

@@ -65,6 +65,8 @@ class Sequence:
     traced: bool = False
     """Record where each of its tokens came from."""
     grammar: Grammar | None = None
+    is_compiling: bool = False
+    """Its grammar was not ready when the engine last looked. It may be by now, or have failed: others do not ask it."""
     bad_words: list[list[int]] = field(default_factory=list)
     """Token ids of `params.bad_words`, in every way that they can begin."""
     priority: int = 0

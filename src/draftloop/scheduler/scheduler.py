@@ -145,7 +145,7 @@ class Scheduler:
 
     def _next_waiting(self) -> Sequence | None:
         """The first whose grammar is compiled."""
-        return next((s for s in self.waiting if s.grammar is None or s.grammar.ready), None)
+        return next((s for s in self.waiting if not s.is_compiling), None)
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         left = sequence.num_to_prefill - sequence.num_prefilled
