@@ -10,7 +10,7 @@ import pytest
 from draftloop.errors import RequestError
 from draftloop.request import StructuredOutputsParams
 from draftloop.sampling import grammar as grammar_module
-from draftloop.sampling.grammar_compiler import MAX_CHARACTERS, Compilers, GrammarError
+from draftloop.sampling.grammar_compiler import MAX_CHARACTERS, Compilers, GrammarError, ProcessLostError
 from helpers import engine, greedy
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -52,6 +52,39 @@ def test_a_refusal_keeps_the_process(compilers, tokenizer):
     with pytest.raises(GrammarError, match=r"structured_outputs\.regex cannot be used"):
         compilers.compile(StructuredOutputsParams(regex="("), tokenizer, timeout_s=10)
     assert compilers._idle == [before]
+
+
+def test_a_process_that_has_ended_meanwhile_is_replaced(compilers, tokenizer):
+    """By an interrupt, or for want of memory: not by this grammar."""
+    compilers.compile(StructuredOutputsParams(regex="a"), tokenizer, timeout_s=10)
+    (before,) = compilers._idle
+    before._popen.kill()
+    before._popen.wait()
+    assert compilers.compile(StructuredOutputsParams(regex="b"), tokenizer, timeout_s=10)
+    assert compilers._idle != [before]
+
+
+def test_what_failed_for_want_of_time_is_tried_again_and_what_was_refused_is_not(monkeypatch):
+    from servers import byte_model
+
+    asked, error = [], GrammarError("refused")
+
+    def fail(self, params):
+        asked.append(params)
+        raise error
+
+    monkeypatch.setattr(grammar_module.GrammarCompiler, "_compile", fail)
+    llm = engine(byte_model(), enforce_eager=True)
+    for error, name, num_compiled in (
+        (GrammarError("says nothing"), "refused", 1),
+        (ProcessLostError("too slow"), "slow", 2),
+        (OSError("no memory"), "no memory", 2),
+    ):
+        asked.clear()
+        for _ in range(2):
+            with pytest.raises(RequestError, match=str(error)):
+                llm.generate([1], greedy(2, structured_outputs={"choice": [name]}))
+        assert len(asked) == num_compiled, name
 
 
 def test_a_text_that_is_too_long_is_refused_at_once():

@@ -142,6 +142,13 @@ def test_what_is_no_call_stays_in_the_text(text):
     assert "".join(found.content.split()) == "".join(text.split())
 
 
+def test_a_call_that_is_nested_without_end_stays_in_the_text():
+    text = '[{"name": "f", "arguments": ' + "[" * 100_000
+    for parser in (ForcedCallParser(), ForcedCallParser("f"), TagParser(reasoning=False, tools=True)):
+        parts = parser.feed(f"<tool_call>{text}" if isinstance(parser, TagParser) else text, is_last=True)
+        assert (parts.tool_calls, parts.content.endswith(text)) == ([], True)
+
+
 def test_a_call_that_lacks_only_its_closing_tag_counts():
     assert [call.name for call in read(both(), '<tool_call>{"name": "f", "arguments": {}}').tool_calls] == ["f"]
 

@@ -15,6 +15,7 @@ from refused import OUT_OF_RANGE, leaves
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,7 @@ def server():
         (CHAT, {"stream": True, "structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be used"),
         (COMPLETIONS, {"structured_outputs": {"choice": "x"}}, "structured_outputs", "a list of texts"),
         (COMPLETIONS, {"structured_outputs": {"json": {"n": 2**70}}}, None, "cannot be passed on"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages", "arguments are not JSON"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url'"),
         (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
@@ -102,6 +104,15 @@ def test_what_is_no_request_at_all_is_refused_in_the_same_shape(server):
     assert server.refusal(COMPLETIONS, b"[" * 100_000)[0] == 400
     assert server.refusal("/v1/nothing", {})[0] == 404
     assert server.refusal("/v1/models", {})[0] == 405
+
+
+def test_what_is_nested_without_end_is_refused_however_deep(server):
+    """Each depth ends in other hands: those of the parser, or of whoever passes it on."""
+    for depth in (*range(800, 1000, 10), 20_000):
+        nested = b'{"a":' * depth + b"1" + b"}" * depth
+        body = b'{"prompt": "x", "max_tokens": 1, "structured_outputs": {"json": ' + nested + b"}}"
+        status, _ = server.refusal(COMPLETIONS, body)
+        assert status == 400, depth
 
 
 # ---- anything at all ------------------------------------------------------------------------

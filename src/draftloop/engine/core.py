@@ -265,9 +265,11 @@ class EngineCore:
 
     def close(self) -> None:
         """End what is in flight and wait for it. Its tokens are dropped."""
-        while self._in_flight:
-            self._in_flight.popleft().drop()
-        self.grammars.close()
+        try:
+            while self._in_flight:
+                self._in_flight.popleft().drop()
+        finally:
+            self.grammars.close()
 
     def _commit(self, flight: InFlight, emitted: Emitted) -> list[tuple[Sequence, str]]:
         """Apply what a step emitted. Requests that ended or were preempted while it was in flight are passed over."""

@@ -20,7 +20,14 @@ from torch import Tensor
 from draftloop.errors import RequestError
 from draftloop.kvcache.constraint_rows import ALL
 from draftloop.request import StructuredOutputsParams
-from draftloop.sampling.grammar_compiler import MAX_CHARACTERS, Compilers, GrammarError, grammar_text, reason
+from draftloop.sampling.grammar_compiler import (
+    MAX_CHARACTERS,
+    Compilers,
+    GrammarError,
+    ProcessLostError,
+    grammar_text,
+    reason,
+)
 
 KEPT_GRAMMARS = 128
 """Compiled grammars that are kept for requests to come."""
@@ -66,7 +73,7 @@ class GrammarCompiler:
             )
         text = _text(params)
         key = (params.kind, text, params.disable_any_whitespace)
-        if key not in self._kept:
+        if key not in self._kept or _may_do_better(self._kept[key]):
             import_xgrammar()
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
@@ -178,6 +185,12 @@ class FollowedGrammar:
         self._spent_s += time.thread_time() - begin
         self._num_tokens += 1
         return is_allowed and not self._is_too_slow
+
+
+def _may_do_better(compiled: Future) -> bool:
+    """It was not refused: what went wrong, such as a machine that was busy, may be over."""
+    failed = compiled.exception() if compiled.done() else None
+    return failed is not None and (isinstance(failed, ProcessLostError) or not isinstance(failed, GrammarError))
 
 
 def import_xgrammar() -> Any:

@@ -45,8 +45,8 @@ class GrammarError(Exception):
     """The grammar cannot be used; the message says why."""
 
 
-class _ProcessLostError(Exception):
-    """It has ended, or does not answer."""
+class ProcessLostError(GrammarError):
+    """The process that compiled it has ended, or does not answer. It may be the grammar's fault, or nobody's."""
 
 
 class Compilers:
@@ -62,22 +62,28 @@ class Compilers:
 
         Raises GrammarError for a grammar that says nothing or exceeds a limit.
         """
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        process = process or _Process()
+        process = self._take()
+        is_fit = False
         try:
             result = process.compile(params, tokenizer, timeout_s)
-        except _ProcessLostError as error:
-            process.kill()
-            raise GrammarError(str(error)) from error
-        except GrammarError:
-            self._keep(process)
+            is_fit = True
+        except GrammarError as error:
+            is_fit = not isinstance(error, ProcessLostError)
             raise
-        except BaseException:
-            process.kill()
-            raise
-        self._keep(process)
+        finally:
+            self._keep(process) if is_fit else process.kill()
         return result
+
+    def _take(self) -> _Process:
+        """One that is idle and lives, or a new one."""
+        while True:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            if process is None:
+                return _Process()
+            if process.lives:
+                return process
+            process.kill()
 
     def _keep(self, process: _Process) -> None:
         with self._lock:
@@ -100,6 +106,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt at the terminal is not meant for it
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         self._tokenizer: str | None = None
@@ -108,6 +115,10 @@ class _Process:
         except BaseException:
             self.kill()
             raise
+
+    @property
+    def lives(self) -> bool:
+        return self._popen.poll() is None
 
     def compile(self, params: StructuredOutputsParams, tokenizer: str, timeout_s: float) -> str:
         if tokenizer is not self._tokenizer:
@@ -123,9 +134,9 @@ class _Process:
         self._send(JOB, json.dumps(job).encode())
         try:
             kind, body = self._receive(timeout_s + GRACE_S)
-        except _ProcessLostError:
+        except ProcessLostError:
             limits = f"{timeout_s:g} s or {MAX_BYTES >> 20} MiB"
-            raise _ProcessLostError(f"structured_outputs.{params.kind} takes more than {limits} to compile") from None
+            raise ProcessLostError(f"structured_outputs.{params.kind} takes more than {limits} to compile") from None
         if kind == REFUSED:
             raise GrammarError(f"structured_outputs.{params.kind} cannot be used: {body.decode()}")
         return body.decode()
@@ -136,7 +147,7 @@ class _Process:
             self._popen.stdin.write(_HEAD.pack(len(body), kind) + body)
             self._popen.stdin.flush()
         except OSError as error:
-            raise _ProcessLostError("the process that compiles grammars has ended") from error
+            raise ProcessLostError("the process that compiles grammars has ended") from error
 
     def _receive(self, timeout_s: float) -> tuple[bytes, bytes]:
         end = time.monotonic() + timeout_s
@@ -146,11 +157,13 @@ class _Process:
     def _read(self, count: int, end: float) -> bytes:
         assert self._popen.stdout is not None
         file, parts = self._popen.stdout.fileno(), []
+        waiting = select.poll()  # `select` takes no file numbers from 1024 on
+        waiting.register(file, select.POLLIN)
         while count:
-            ready, _, _ = select.select([file], [], [], max(end - time.monotonic(), 0.0))
+            ready = waiting.poll(max(end - time.monotonic(), 0.0) * 1e3)
             part = os.read(file, min(count, 1 << 20)) if ready else b""
             if not part:
-                raise _ProcessLostError("the process that compiles grammars has ended, or does not answer")
+                raise ProcessLostError("the process that compiles grammars has ended, or does not answer")
             parts.append(part)
             count -= len(part)
         return b"".join(parts)

@@ -98,7 +98,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 try:
                     function["arguments"] = json.loads(function["arguments"] or "{}")
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ApiError(
                         400, f"messages.{place}.tool_calls: arguments are not JSON ({error})", param="messages"
                     ) from error

@@ -262,7 +262,7 @@ class EngineClient:
         try:
             check_params(params)  # nothing that the engine cannot read may reach it
             encoded = [encode(request) for request in requests]
-        except (OverflowError, TypeError, UnicodeEncodeError, msgspec.MsgspecError) as error:
+        except (OverflowError, TypeError, UnicodeEncodeError, RecursionError, msgspec.MsgspecError) as error:
             raise RequestError(f"the request holds a value that cannot be passed on: {error}") from error
         rank = self.ranks[0]
         for index, (request, data) in enumerate(zip(requests, encoded, strict=True)):

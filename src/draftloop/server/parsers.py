@@ -19,6 +19,10 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
+NO_JSON = (ValueError, RecursionError)
+"""What reading a model's text as JSON may end with: it may be none, or nested without end."""
+
+
 class ToolCall(msgspec.Struct, kw_only=True):
     """A function that the model wants to be called."""
 
@@ -131,10 +135,9 @@ class ForcedCallParser:
                 return Parts(content=self._text)
             return Parts(tool_calls=[ToolCall(name=self._name, arguments=arguments)])
         try:
-            values = json.loads(self._text)
-        except ValueError:
+            calls = [call for value in json.loads(self._text) if (call := _call(value)) is not None]
+        except NO_JSON:
             return Parts(content=self._text)
-        calls = [call for value in values if (call := _call(value)) is not None]
         return Parts(tool_calls=calls)
 
 
@@ -173,7 +176,7 @@ def read_call(text: str) -> ToolCall | None:
     """`{"name": .., "arguments": {..}}`; None for anything else."""
     try:
         return _call(json.loads(text))
-    except ValueError:
+    except NO_JSON:
         return None
 
 
@@ -189,5 +192,5 @@ def _call(value: Any) -> ToolCall | None:
 def _json_object(text: str) -> str | None:
     try:
         return text.strip() if isinstance(json.loads(text), dict) else None
-    except ValueError:
+    except NO_JSON:
         return None
