@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
+from copy import copy
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,11 +60,13 @@ def test_a_refusal_keeps_the_process(compilers, tokenizer):
 def test_a_process_that_has_ended_meanwhile_is_replaced(compilers, tokenizer):
     """By an interrupt, or for want of memory: not by this grammar."""
     compilers.compile(StructuredOutputsParams(regex="a"), tokenizer, timeout_s=10)
-    (before,) = compilers._idle
-    before._popen.kill()
-    before._popen.wait()
+    (alive,) = compilers._idle
+    dead, killed = copy(alive), []
+    dead._popen = SimpleNamespace(poll=lambda: -signal.SIGINT)
+    dead.kill = lambda: killed.append(dead)
+    compilers._idle.append(dead)
     assert compilers.compile(StructuredOutputsParams(regex="b"), tokenizer, timeout_s=10)
-    assert compilers._idle != [before]
+    assert (compilers._idle, killed) == ([alive], [dead])
 
 
 def test_what_failed_for_want_of_time_is_tried_again_and_what_was_refused_is_not(monkeypatch):

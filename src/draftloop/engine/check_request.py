@@ -37,8 +37,8 @@ class RequestChecker:
             keep = self.max_model_len - (params.max_tokens or 1)
             if keep < 1:
                 raise RequestError(
-                    f"max_tokens is {params.max_tokens}; with truncate_prompt_tokens -1 it must be below max_model_len, "
-                    f"{self.max_model_len}, to leave room for the prompt"
+                    f"max_tokens is {params.max_tokens}; with truncate_prompt_tokens -1 it must be below "
+                    f"max_model_len, {self.max_model_len}, to leave room for the prompt"
                 )
         return list(prompt_ids if keep is None else prompt_ids[-keep:])
 
