@@ -366,8 +366,7 @@ def _refused(request_id: str, prompt: Prompt, error: RequestError) -> RequestOut
     answer = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt") or prompt.get("prompt_token_ids") or []
-    text = prompt if isinstance(prompt, str) else None
-    ids = list(prompt) if text is None and isinstance(prompt, Sequence) else []
+    text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt) if isinstance(prompt, Sequence) else [])
     return RequestOutput(
         request_id=request_id, prompt=text, prompt_token_ids=ids, outputs=[answer], finished=True, error=str(error)
     )
