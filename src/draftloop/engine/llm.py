@@ -366,7 +366,11 @@ def _refused(request_id: str, prompt: Prompt, error: RequestError) -> RequestOut
     answer = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt") or prompt.get("prompt_token_ids") or []
-    text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt) if isinstance(prompt, Sequence) else [])
+    text, ids = None, []
+    if isinstance(prompt, str):
+        text = prompt
+    elif isinstance(prompt, Sequence):
+        ids = list(prompt)
     return RequestOutput(
         request_id=request_id, prompt=text, prompt_token_ids=ids, outputs=[answer], finished=True, error=str(error)
     )
