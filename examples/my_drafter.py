@@ -33,6 +33,7 @@ class PeriodDrafter(Drafter):
     name = "period"
     options = frozenset({"drafter_options"})
     reuses_prefixes = True  # all that it knows of a row is in the row state
+    follows_load = True  # and it keeps nothing from step to step
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)

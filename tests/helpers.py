@@ -240,7 +240,7 @@ def engine(model: str | None = None, *, poison: bool | None = None, **settings: 
         if len(_ENGINES) >= 24:
             _ENGINES.pop(next(iter(_ENGINES))).close()
         _ENGINES[key] = make_engine(model, **settings)
-    llm = _ENGINES[key]
+    llm = _ENGINES[key] = _ENGINES.pop(key)  # the one asked for last goes last
     core = llm.engine.core
     assert core.idle, "an earlier test left this engine busy"
     core.reset_prefix_cache()

@@ -5,9 +5,11 @@ A new drafter adds a line to `example_configs` in tests/helpers.py and is tested
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
-from draftloop.drafters.base import DRAFTERS, load_drafters
+from draftloop.drafters.base import DRAFTERS, Drafter, load_drafters
 from draftloop.engine.llm import LLM
 from draftloop.request import SamplingParams
 from helpers import (
@@ -36,6 +38,8 @@ CASES = [
 ]
 LOSSLESS = [case for case in CASES if not DRAFTERS[case.values[0]].forced_acceptance]
 FORCED = [case for case in CASES if DRAFTERS[case.values[0]].forced_acceptance]
+SHARES_OPTIONS = ("cascade",)
+"""Its drafters are told how to draw."""
 OVERLAPPING = [case for case in LOSSLESS if not works_on_host(*case.values)]
 
 
@@ -58,6 +62,19 @@ def drafting(name: str, index: int, **settings) -> LLM:
 @pytest.mark.parametrize("name", sorted(DRAFTERS))
 def test_every_drafter_has_an_example(name):
     assert config(name, 0)["method"] == name
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_every_drafter_says_what_it_can_do(name):
+    """Either way: what is merely left out is an oversight."""
+    drafter = DRAFTERS[name]
+    said = {key for cls in drafter.__mro__ if cls not in Drafter.__mro__ for key in vars(cls)}
+    if drafter.drafts:
+        for flag, method in (("reuses_prefixes", "can_reuse_prefixes"), ("follows_load", "rounds_after")):
+            assert said & {flag, method}, f"drafter {name!r} does not say {flag}, True or False; see Drafter.{flag}"
+    if drafter.samples and name not in SHARES_OPTIONS:
+        assert "draft_sample_method" in drafter.options, f"drafter {name!r} samples, but not on request"
+    assert all(cls.__doc__ for cls in (drafter, inspect.getmodule(drafter))), f"drafter {name!r} names no source"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -229,8 +246,8 @@ def test_a_batch_that_shrinks_through_the_captured_sizes(name, index):
     ended = run_through(llm, check)
     assert ended == {str(i): expected(name, prompt, 5 * (i + 1)) for i, prompt in enumerate(asked)}
     assert {1, 12} <= seen
-    steps = "target.verify" if DRAFTERS[name].drafts else "target.decode"
-    assert len({row.rows for row in llm.get_graph_report().rows if row.phase == steps and row.replays}) >= 4
+    steps = ("target.verify", "target.decode")  # where nothing is drafted for any row, a step is plain decoding
+    assert len({row.rows for row in llm.get_graph_report().rows if row.phase in steps and row.replays}) >= 4
     assert_all_free(llm)
 
 

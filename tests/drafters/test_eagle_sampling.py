@@ -7,6 +7,7 @@ import torch
 from eagle_reference import hf_model
 from scipy.stats import chisquare
 
+from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.drafters.write import write_next
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.request import SamplingParams
@@ -67,10 +68,26 @@ def exact(prompt: list[int], temperature: float, place: int) -> torch.Tensor:
     return chances @ (model(batch).logits[:, -1] / temperature).softmax(-1)
 
 
+DRAWN = ("eagle3", "eagle", "dflash", "dspark", "medusa", "peagle", "cascade")
+SHOWN_ELSEWHERE = {
+    "draft_model": "tests/e2e/test_engine.py",
+    "mtp": "below, and by what it shares with eagle",
+    "pard": "tests/drafters/test_parallel.py",
+    "gemma4_mtp": "tests/drafters/test_gemma4_mtp.py",
+}
+"""Where their distributions are compared with what they draw from, or with the target's."""
+
+
+def test_whoever_draws_its_drafts_is_tested_for_the_targets_distribution():
+    load_drafters()
+    drawing = {name for name, drafter in DRAFTERS.items() if drafter.samples}
+    assert drawing == {*DRAWN, *SHOWN_ELSEWHERE}, "a drafter that samples goes into DRAWN"
+
+
 @pytest.mark.parametrize(
     ("method", "index", "place"),
     [
-        *((method, 0, 1) for method in ("eagle3", "eagle", "dflash", "dspark", "medusa", "peagle", "cascade")),
+        *((method, 0, 1) for method in DRAWN),
         pytest.param("mtp", 1, 2, id="two modules, of which the second drafts it"),
     ],
 )

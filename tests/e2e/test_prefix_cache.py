@@ -29,12 +29,18 @@ from helpers import (
 
 load_drafters()
 
+
+def reuses_prefixes(name: str, index: int) -> bool:
+    spec = SpeculativeConfig.from_mapping(example_configs()[name][index])
+    return DRAFTERS[name].can_reuse_prefixes(spec)
+
+
 CASES = [
     pytest.param(name, index, id=f"{name}-{index}" if index else name)
     for name in sorted(DRAFTERS)
     for index in range(len(example_configs().get(name, [0])))
 ]
-REUSING = [case for case in CASES if DRAFTERS[case.values[0]].drafts]
+REUSING = [case for case in CASES if DRAFTERS[case.values[0]].drafts and reuses_prefixes(*case.values)]
 
 
 def random_ids(count: int, seed: int = 3) -> list[int]:
