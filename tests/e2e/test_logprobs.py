@@ -189,7 +189,7 @@ def test_a_prompt_is_cut_from_its_beginning():
 def test_what_this_engine_cannot_serve_is_refused_by_name(params, message):
     llm = engine()
     with pytest.raises(RequestError, match=message):
-        llm.generate([1], greedy(3, **params))
+        llm.generate([1], greedy(**{"max_tokens": 3, **params}))
     assert_all_free(llm)
 
 
