@@ -24,7 +24,9 @@ from draftloop.models.loader import load_config, load_model, resolve_model
 from draftloop.request import SamplingParams
 from experts import tiny_experts
 from helpers import (
+    VOCAB,
     answers,
+    drafting_spec,
     engine,
     example_configs,
     greedy,
@@ -87,9 +89,12 @@ def test_text_and_drafts_are_those_of_one_rank(name, index, ranks, tmp_path):
         divided.close()
 
 
-def test_whole_drafters_sampling_grammars_and_processors(ranks):
-    """What only rank 0 knows reaches the others: seeds, masks, biases; the drafter is whole on each."""
-    spec = {**example_configs()["eagle3"][0], "draft_tensor_parallel_size": 1}
+@pytest.mark.parametrize("draft_size", [1, None])
+def test_sampling_grammars_and_processors_behind_drafters_that_are_whole_or_divided(draft_size, ranks):
+    """What only rank 0 knows reaches the others: seeds, masks, biases."""
+    spec = {**example_configs()["eagle3"][0], "draft_tensor_parallel_size": draft_size}
+    if draft_size is None:
+        spec["draft_sample_method"] = "probabilistic"
     alone, divided = pair(ranks, speculative_config=spec, max_num_seqs=4, model=tiny_model("spoken", words="w"))
     asked = prompts(4)
     params = [
@@ -101,11 +106,29 @@ def test_whole_drafters_sampling_grammars_and_processors(ranks):
     try:
         assert answers(divided.generate(asked, params)) == answers(alone.generate(asked, params))
         assert speculation_counts(divided) == speculation_counts(alone)
-        assert divided.engine.drafter.head.lm_head.shape == alone.engine.drafter.head.lm_head.shape
-        lm_heads = [divided.engine.drafter.target.group.size]
-        assert lm_heads == [2]
+        num_rows = [len(one.engine.drafter.head.lm_head) for one in (alone, divided)]
+        assert num_rows[0] == num_rows[1] * (draft_size or 2)
     finally:
         divided.close()
+
+
+def test_greedy_rows_exchange_their_likeliest_tokens_and_no_logits(ranks):
+    """Of target and drafter; a sampled row needs its logits whole."""
+    spec = {**drafting_spec(3), "draft_sample_method": "probabilistic"}
+    divided = make_engine(
+        ranks=ranks, tensor_parallel_size=2, speculative_config=spec, enforce_eager=True, device=ranks.device.type
+    )
+    longest = []
+    try:
+        for params in (greedy(8), SamplingParams(temperature=1.0, seed=1, max_tokens=8)):
+            with ranks.group.counting() as exchanged:
+                divided.generate([1, 2, 3], params)
+            longest.append(max(num_bytes for kind, num_bytes in exchanged if kind == "gather"))
+    finally:
+        divided.close()
+    one_token = 8  # value and id in one integer
+    assert longest[0] == 4 * one_token, "one for each verified token"
+    assert longest[1] == 4 * VOCAB // 2 * 4
 
 
 def test_a_preempted_request_and_a_shared_prefix(ranks):

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftloop.kernels.argmax import CHUNK, argmax, argmax_torch, argmax_triton
+from draftloop.kernels.argmax import (
+    CHUNK,
+    argmax,
+    argmax_torch,
+    argmax_triton,
+    chunk_maxima,
+    maxima_torch,
+    unpack_maxima,
+)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 BOTH = pytest.mark.parametrize("run", [argmax_torch, argmax_triton])
@@ -57,6 +65,22 @@ def test_rows_may_be_strided(run, device: torch.device) -> None:
     wide[:, CHUNK + 3 :] = 100.0
     assert torch.equal(run(x), x.contiguous().argmax(-1))
     assert torch.equal(run(wide[::2, :50]), wide[::2, :50].contiguous().argmax(-1))
+
+
+@pytest.mark.parametrize(("size", "num_live", "first"), [(77, 77, 0), (CHUNK + 9, CHUNK - 1, 300), (50, 0, 50)])
+def test_packed_maxima_of_a_part_match_torch(device: torch.device, size: int, num_live: int, first: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randint(-3, 4, (5, size)).float()
+    x[:, num_live:] = INF
+    x[1:3, : num_live // 2] = torch.tensor([[NAN], [-INF]])
+    expected = maxima_torch(x, first=first, num_live=num_live)
+    found = chunk_maxima(x.to(device), first=first, num_live=num_live).amax(1, keepdim=True).cpu()
+    assert torch.equal(found, expected)
+    if num_live:
+        index, is_finite = unpack_maxima(expected)
+        top = x[:, :num_live].max(-1)
+        assert torch.equal(index, first + top.indices)
+        assert torch.equal(is_finite, top.values.isfinite())
 
 
 def test_no_rows(device: torch.device) -> None:

@@ -180,7 +180,8 @@ def test_accept_block(device, seed, num_drafts, synthetic, width, bad) -> None:
         return accept_rows_greedy(made, rows, logits, num_drafts, width=width)
 
     def triton(rows, logits, made, rates):
-        return accept_block_triton(rows, logits, _token_rows(made), rates, num_drafts=num_drafts, width=width)
+        best, sizes = chunk_maxima(logits), {"num_drafts": num_drafts, "width": width, "vocab_size": VOCAB}
+        return accept_block_triton(rows, best, _token_rows(made), rates, **sizes)
 
     expected = copied(cpu)
     with native.switched_off():

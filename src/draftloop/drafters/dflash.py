@@ -35,8 +35,8 @@ from draftloop.kvcache.rows import RowState
 from draftloop.models.resolve import read_json
 
 
-class VocabularyOptions(TypedDict):
-    """Keywords of `write_block`."""
+class WriteOptions(TypedDict):
+    """Keywords of `write_block` and `write_next`."""
 
     vocab_size: int
     target_ids_W: Tensor | None
@@ -111,12 +111,15 @@ class BlockDrafter(HeadDrafter[DFlashConfig]):
 
     def propose(self, state: RowState, rows_R: Tensor, bonus_R: Tensor, hidden_RKC: Tensor, *, sampled: bool) -> None:
         """Leave the drafts of a block in the row state; `hidden_RKC` is what the output head reads for each."""
-        logits_NW = self.model.logits(hidden_RKC.flatten(0, 1))
-        write_block(state, rows_R, logits_NW, sampled=sampled, **self.vocabulary(logits_NW))
+        logits_NW, vocabulary = self.model.logits(hidden_RKC.flatten(0, 1)), self.model.vocabulary
+        write_block(state, rows_R, logits_NW, sampled=sampled, vocabulary=vocabulary, **self.write_options)
 
-    def vocabulary(self, logits_NW: Tensor) -> VocabularyOptions:
+    @property
+    def write_options(self) -> WriteOptions:
         """What the logits stand for, and where drafting ends."""
-        known = self.target.vocab_size if self.config.has_map else min(logits_NW.shape[1], self.target.vocab_size)
+        known = self.target.vocab_size
+        if not self.config.has_map:
+            known = min(self.model.vocabulary.size, known)
         return {
             "vocab_size": known,
             "target_ids_W": self.model.target_ids_W,

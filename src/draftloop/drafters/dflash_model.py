@@ -24,8 +24,9 @@ from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.models.layers import Attention, DecoderLayer, parameter
+from draftloop.models.output_head import Vocabulary
 from draftloop.models.rope import cos_sin_table
-from draftloop.models.shards import Plain, head_logits, num_vocabulary_rows, own_rows, shard, share, vocabulary
+from draftloop.models.shards import Plain, shard, share
 from draftloop.models.weights import plain
 
 
@@ -57,9 +58,8 @@ class DFlashModel(torch.nn.Module):
 
         # plain attributes where borrowed: what is not ours is neither counted nor filled
         self.embed_tokens = make(model.vocab_size, width) if config.own_embeddings else embed_tokens.detach()
-        self.num_draft_ids = config.draft_vocab_size
-        rows = num_vocabulary_rows(config.draft_vocab_size, group)
-        self.lm_head = make(rows, width) if config.own_head else lm_head.detach()
+        self.vocabulary = Vocabulary(config.draft_vocab_size, group)
+        self.lm_head = make(self.vocabulary.width, width) if config.own_head else lm_head.detach()
         self.fc = make(width, config.aux_width)
         self.hidden_norm = make(width)
         self.decoder_layers = tuple(
@@ -87,8 +87,8 @@ class DFlashModel(torch.nn.Module):
         if not self.config.own_head:
             head_WC = self.lm_head
             head_WC = head_WC if self.target_ids_W is None else head_WC.index_select(0, self.target_ids_W)
-            self.num_draft_ids = head_WC.shape[0]
-            self.lm_head = own_rows(head_WC, self.group)
+            self.vocabulary = Vocabulary(head_WC.shape[0], self.group)
+            self.lm_head = self.vocabulary.own_rows(head_WC)
         if mask_C is None:
             assert self.config.mask_token_id is not None
             mask_C = self.embed_tokens[self.config.mask_token_id]
@@ -136,8 +136,8 @@ class DFlashModel(torch.nn.Module):
         return hidden_TC.view(-1, num_slots, hidden_TC.shape[-1])
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """[T, C] -> [T, W]; entry i stands for the target's id `target_ids_W[i]`, or i where there is no map."""
-        return head_logits(hidden_TC, self.lm_head, self.group, self.num_draft_ids)
+        """[T, C] -> this rank's of [T, W]; entry i stands for the target's id `target_ids_W[i]`, or i without a map."""
+        return linear(hidden_TC, self.lm_head)
 
     def context_cost(self) -> Cost:
         """What `write_context` must read and compute."""
@@ -167,7 +167,7 @@ class DFlashModel(torch.nn.Module):
         if config.own_embeddings:
             found["embed_tokens.weight"] = self.embed_tokens
         if config.own_head:
-            found["lm_head.weight"] = shard(self.lm_head, vocabulary(self.num_draft_ids, self.group))
+            found["lm_head.weight"] = shard(self.lm_head, self.vocabulary.slices)
         if self.heads:
             found |= self.heads.destinations()
         for index, layer in enumerate(self.decoder_layers):

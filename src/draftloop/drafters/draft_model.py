@@ -174,7 +174,15 @@ class DraftModelDrafter(Drafter):
         vocab_size = min(num_embedded, self.target.vocab_size)
 
         def draft(rows: Tensor, hidden_RC: Tensor, *, sampled: bool, first: bool) -> Mapping[str, Tensor]:
-            write_next(state, rows, model.logits(hidden_RC), vocab_size=vocab_size, sampled=sampled, first=first)
+            write_next(
+                state,
+                rows,
+                model.logits(hidden_RC),
+                vocab_size=vocab_size,
+                sampled=sampled,
+                first=first,
+                vocabulary=model.vocabulary,
+            )
             return {}
 
         def prefill(

@@ -67,9 +67,10 @@ class DSparkDrafter(BlockDrafter):
         return super().phases(state, caches)
 
     def propose(self, state: RowState, rows_R: Tensor, bonus_R: Tensor, hidden_RKC: Tensor, *, sampled: bool) -> None:
-        heads, logits_NW = self.model.heads, self.model.logits(hidden_RKC.flatten(0, 1))
+        heads = self.model.heads
         assert heads is not None
-        vocabulary = self.vocabulary(logits_NW)
+        # what the heads add is of the whole vocabulary
+        logits_NW = self.model.vocabulary.whole(self.model.logits(hidden_RKC.flatten(0, 1)))
         logits_RKW = logits_NW.unflatten(0, hidden_RKC.shape[:2])
         config, token_R, previous_RN = heads.config, bonus_R, None
         memory_RN = hidden_RKC.new_zeros(hidden_RKC.shape[0], config.markov_rank)
@@ -79,7 +80,7 @@ class DSparkDrafter(BlockDrafter):
                 previous_RN = heads.embed(token_R)
                 correction_RW, memory_RN = heads.correct(previous_RN, hidden_RC, memory_RN)
                 logits_RW = logits_RW + correction_RW
-            write_next(state, rows_R, logits_RW, first=draft == 0, sampled=sampled, **vocabulary)
+            write_next(state, rows_R, logits_RW, first=draft == 0, sampled=sampled, **self.write_options)
             # NO_DRAFT where a row may draft no more, and then what follows is not written either
             token_R = state.drafts_MK[:, draft].index_select(0, rows_R)
             if config.confidence:

@@ -19,8 +19,9 @@ from draftloop.kernels.linear import linear
 from draftloop.kernels.norm_concat import norm_concat
 from draftloop.kernels.rms_norm import Store, add_rms_norm, rms_norm
 from draftloop.models.layers import Attention, GatedMLP, parameter
+from draftloop.models.output_head import Vocabulary
 from draftloop.models.rope import cos_sin_table
-from draftloop.models.shards import Plain, head_logits, num_vocabulary_rows, own_rows, shard, share, vocabulary
+from draftloop.models.shards import Plain, shard, share
 from draftloop.models.weights import plain
 
 Inputs = tuple[Tensor, Tensor]
@@ -137,9 +138,8 @@ class EagleHead(torch.nn.Module):
 
         # plain attributes where borrowed: what is not ours is neither counted nor filled
         self.embed_tokens = make(model.vocab_size, width) if config.own_embeddings else embed_tokens.detach()
-        own_rows_W = num_vocabulary_rows(config.draft_vocab_size, group)
-        self.lm_head = make(own_rows_W, width) if config.own_head else lm_head.detach()
-        self.num_draft_ids = config.draft_vocab_size
+        self.vocabulary = Vocabulary(config.draft_vocab_size, group)
+        self.lm_head = make(self.vocabulary.width, width) if config.own_head else lm_head.detach()
         self.fc = make(width, 2 * width if config.fuses_embedding else config.aux_width)
         self.fc_bias = make(width) if config.fc_bias else None
         self.fc_input_norm = make(config.aux_width) if config.norm_before_fc else None
@@ -162,8 +162,8 @@ class EagleHead(torch.nn.Module):
         """Once the weights are there: of an output head that is the target's, the rows of the draft vocabulary."""
         if not self.config.own_head:
             head_WC = self.lm_head if self.target_ids_W is None else self.lm_head[self.target_ids_W]
-            self.num_draft_ids = head_WC.shape[0]
-            self.lm_head = own_rows(head_WC, self.group)
+            self.vocabulary = Vocabulary(head_WC.shape[0], self.group)
+            self.lm_head = self.vocabulary.own_rows(head_WC)
 
     def fuse(self, aux_TX: Tensor) -> Tensor:
         """[T, X] of the target -> [T, C], in the place of a hidden state of our own."""
@@ -233,8 +233,8 @@ class EagleHead(torch.nn.Module):
         return rms_norm(hidden_RC, self.final_norm, self.config.model.rms_norm_eps)
 
     def logits(self, head_input_RC: Tensor) -> Tensor:
-        """[R, C] -> [R, W]; entry i stands for the target's id `target_ids_W[i]`, or i where there is no map."""
-        return head_logits(head_input_RC, self.lm_head, self.group, self.num_draft_ids)
+        """[R, C] -> this rank's of [R, W]; entry i stands for the target's id `target_ids_W[i]`, or i without a map."""
+        return linear(head_input_RC, self.lm_head)
 
     def cost(self, *, fused: bool, tokens_per_row: int = 1) -> Cost:
         """What one pass must read and compute; `fused`: it starts with the target's states."""
@@ -260,7 +260,7 @@ class EagleHead(torch.nn.Module):
             "embed_tokens.weight": self.embed_tokens if self.config.own_embeddings else None,
         }
         if self.config.own_head:
-            optional["lm_head.weight"] = shard(self.lm_head, vocabulary(self.num_draft_ids, self.group))
+            optional["lm_head.weight"] = shard(self.lm_head, self.vocabulary.slices)
         found: dict[str, Plain] = {"fc.weight": self.fc}
         found |= {name: weight for name, weight in optional.items() if weight is not None}
         found |= {f"fc_norm.{index}.weight": weight for index, weight in enumerate(self.fc_norms)}

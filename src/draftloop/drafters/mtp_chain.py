@@ -52,7 +52,7 @@ class ModuleChain:
         self.counts, self.num_drafts, self.longest, self.sampled = counts, max(counts), longest, sampled
         first = modules[0]
         self.num_embedded = first.embed_tokens.shape[0]
-        self.num_known = min(first.num_draft_ids, vocab_size)
+        self.num_known = min(first.vocabulary.size, vocab_size)
         self.width, dtype, device = first.config.model.hidden_size, first.fc.dtype, first.fc.device
         num_rows, num_kept = state.padding_row + 1, len(modules) + self.num_drafts
         self.kept_MHC = torch.zeros(num_rows, num_kept, self.width, dtype=dtype, device=device)
@@ -171,6 +171,7 @@ class ModuleChain:
             vocab_size=self.num_known,
             sampled=sampled,
             first=first,
+            vocabulary=self.modules[m].vocabulary,
             longest=self.longest,
         )
 

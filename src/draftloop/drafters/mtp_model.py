@@ -18,8 +18,9 @@ from draftloop.kernels.linear import linear
 from draftloop.kernels.norm_concat import norm_concat
 from draftloop.kernels.rms_norm import Store, add_rms_norm
 from draftloop.models.layers import DecoderLayer, parameter
+from draftloop.models.output_head import Vocabulary
 from draftloop.models.rope import cos_sin_table
-from draftloop.models.shards import Plain, head_logits, num_vocabulary_rows, own_rows, shard, share, vocabulary
+from draftloop.models.shards import Plain, shard, share
 from draftloop.models.weights import plain
 
 
@@ -58,9 +59,8 @@ class MtpModule(torch.nn.Module):
 
         # plain attributes where borrowed: what is not ours is neither counted nor filled
         self.embed_tokens = make(model.vocab_size, width) if config.own_embeddings else embed_tokens.detach()
-        self.num_draft_ids = model.vocab_size if config.own_head else lm_head.shape[0]
-        rows = num_vocabulary_rows(self.num_draft_ids, group)
-        self.lm_head = make(rows, width) if config.own_head else own_rows(lm_head.detach(), group)
+        self.vocabulary = vocabulary = Vocabulary(model.vocab_size if config.own_head else lm_head.shape[0], group)
+        self.lm_head = make(vocabulary.width, width) if config.own_head else vocabulary.own_rows(lm_head.detach())
         self.embed_norm, self.hidden_norm, self.final_norm = make(width), make(width), make(width)
         self.fc = make(width, 2 * width)
         self.layer = DecoderLayer(model, 0, device=device, dtype=dtype, group=group)
@@ -121,8 +121,8 @@ class MtpModule(torch.nn.Module):
         return hidden_RC
 
     def logits(self, head_input_RC: Tensor) -> Tensor:
-        """[R, C] -> [R, V]."""
-        return head_logits(head_input_RC, self.lm_head, self.group, self.num_draft_ids)
+        """[R, C] -> this rank's of [R, V]."""
+        return linear(head_input_RC, self.lm_head)
 
     def cost(self, *, fused: bool, tokens_per_row: int = 1) -> Cost:
         """What one pass must read and compute, whatever it starts with."""
@@ -148,5 +148,5 @@ class MtpModule(torch.nn.Module):
         if self.config.own_embeddings:
             found["embed_tokens.weight"] = self.embed_tokens
         if self.config.own_head:
-            found["lm_head.weight"] = shard(self.lm_head, vocabulary(self.num_draft_ids, self.group))
+            found["lm_head.weight"] = shard(self.lm_head, self.vocabulary.slices)
         return found

@@ -31,6 +31,7 @@ from draftloop.drafters.write import write_next
 from draftloop.graphs.phase import Cost, GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kernels.rms_norm import Store
 from draftloop.kvcache.rows import RowState
+from draftloop.models.output_head import Vocabulary
 
 
 class PairConfig(HeadConfig, Protocol):
@@ -51,8 +52,8 @@ class PairHead(Protocol):
     """A head with its weights."""
 
     embed_tokens: Tensor
-    num_draft_ids: int
-    """Width of its logits."""
+    vocabulary: Vocabulary
+    """Of its logits."""
     target_ids_W: Tensor | None
     """int64: the target's id of each draft id, where the head has a vocabulary of its own."""
 
@@ -135,11 +136,14 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
         hidden_MC = self.hidden_MC = torch.zeros(num_states, width, dtype=self.target.dtype, device=device)
         longest = self.longest
         num_embedded = head.embed_tokens.shape[0]
-        num_known = self.target.vocab_size if self.config.has_map else min(head.num_draft_ids, self.target.vocab_size)
+        num_known = self.target.vocab_size if self.config.has_map else min(head.vocabulary.size, self.target.vocab_size)
 
         def known(ids: Tensor) -> Tensor:
             # an id past our table (the target's may be padded further), and NO_DRAFT, have no embedding: any will do
             return ids.clamp(0, num_embedded - 1)
+
+        def known_logits(logits_NW: Tensor) -> Tensor:
+            return head.vocabulary.whole(logits_NW)[:, :num_known]
 
         def state_rows(rows: Tensor) -> Tensor:
             return rows * tree.num_states if tree else rows
@@ -147,7 +151,7 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
         def draft(rows: Tensor, head_input_RC: Tensor, *, sampled: bool, first: bool) -> Mapping[str, Tensor]:
             logits_RW = head.logits(head_input_RC)
             if tree:
-                tree.write(tree.levels[0], rows, logits_RW[:, :num_known], head.target_ids_W, longest)
+                tree.write(tree.levels[0], rows, known_logits(logits_RW), head.target_ids_W, longest)
                 return {}
             write_next(
                 state,
@@ -156,6 +160,7 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
                 vocab_size=num_known,
                 sampled=sampled,
                 first=first,
+                vocabulary=head.vocabulary,
                 target_ids_W=head.target_ids_W,
                 longest=longest,
             )
@@ -226,7 +231,7 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
             sources_T, targets_T = tree.states(rows, level.sources_P), tree.states(rows, level.targets_P)
             store = Store(hidden_MC, targets_T)
             head_input_TC = head(tokens.ids_T, hidden_MC, kv, batch, hidden_rows_T=sources_T, store=store)
-            tree.write(level, rows, head.logits(head_input_TC)[:, :num_known], head.target_ids_W, longest)
+            tree.write(level, rows, known_logits(head.logits(head_input_TC)), head.target_ids_W, longest)
             return {}
 
         support = self.backend_class.graph_support(self.target.device.type)

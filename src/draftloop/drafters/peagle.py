@@ -69,7 +69,7 @@ class PEagleDrafter(Eagle3Drafter):
         fused_MQC = self.fused_MQC = torch.zeros(num_rows, num_drafts + 1, width, dtype=dtype, device=device)
         num_new_M = self.num_new_M = torch.ones(num_rows, dtype=torch.int32, device=device)
         num_embedded, slots = head.embed_tokens.shape[0], num_slots(num_drafts)
-        num_known = self.target.vocab_size if self.config.has_map else min(head.num_draft_ids, self.target.vocab_size)
+        num_known = self.target.vocab_size if self.config.has_map else min(head.vocabulary.size, self.target.vocab_size)
 
         def prompt(
             launch: Launch, rows: Tensor, query_starts: Tensor, kv_lens: Tensor, aux_hidden: Tensor
@@ -116,6 +116,7 @@ class PEagleDrafter(Eagle3Drafter):
                 head.logits(head_input_NC),
                 vocab_size=num_known,
                 sampled=sampled,
+                vocabulary=head.vocabulary,
                 target_ids_W=head.target_ids_W,
                 longest=self.longest,
             )

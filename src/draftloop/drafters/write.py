@@ -11,9 +11,10 @@ from torch import Tensor
 from draftloop.kernels.argmax import best_index, takes_argmax
 from draftloop.kernels.write_draft import DraftRows, write_draft, write_draft_triton, write_likeliest
 from draftloop.kvcache.rows import NO_DRAFT, RowState
+from draftloop.models.output_head import Vocabulary
 from draftloop.sampling.draw_drafts import draw_drafts_triton
 from draftloop.sampling.noise import Stream, gumbel_argmax, in_block
-from draftloop.sampling.sampler import SamplingRows, greedy_tokens, probabilities
+from draftloop.sampling.sampler import SamplingRows, probabilities
 
 
 def write_all(state: RowState, rows_R: Tensor, drafts_RK: Tensor) -> None:
@@ -31,18 +32,24 @@ def write_next(
     vocab_size: int,
     sampled: bool,
     first: bool = False,
+    vocabulary: Vocabulary | None = None,
     target_ids_W: Tensor | None = None,
     longest: int | None = None,
 ) -> None:
     """Choose the next draft of each row from its logits, write it, and count it.
 
-    `first`: it is the first of a new round; whatever was counted before is over. Ids from `vocab_size` on
-    are never drafted: models of one tokenizer may be padded differently. `target_ids_W` (int64, distinct)
-    says which id of the target each logit stands for, where the drafter has a vocabulary of its own. A row
-    drafts nothing once it has `longest` tokens, drafts included.
+    `first`: it is the first of a new round; whatever was counted before is over. `vocabulary`: of the logits, where
+    ranks have parts of them. Ids from `vocab_size` on are never drafted: models of one tokenizer may be padded
+    differently. `target_ids_W` (int64, distinct) says which id of the target each logit stands for, where the drafter
+    has a vocabulary of its own. A row drafts nothing once it has `longest` tokens, drafts included.
     """
-    logits_RW = logits_RW[:, :vocab_size]
     draft_rows = DraftRows(state.drafts_MK, state.num_drafted_M, state.draft_limit_M, state.num_tokens_M)
+    vocabulary = vocabulary or Vocabulary(logits_RW.shape[1])
+    if vocabulary.is_divided and not sampled:
+        best_RC = vocabulary.maxima(logits_RW, known=vocab_size)
+        write_draft(rows_R, best_RC, draft_rows, target_ids_W, first=first, longest=longest)
+        return
+    logits_RW = vocabulary.whole(logits_RW)[:, :vocab_size]
     if sampled and takes_argmax(logits_RW):
         best_RC = draw_drafts_triton(state, rows_R, logits_RW, target_ids_W, counted=not first)
         write_draft_triton(rows_R, best_RC, draft_rows, target_ids_W, first=first, longest=longest)
@@ -61,6 +68,7 @@ def write_block(
     *,
     vocab_size: int,
     sampled: bool,
+    vocabulary: Vocabulary | None = None,
     target_ids_W: Tensor | None = None,
     longest: int | None = None,
 ) -> None:
@@ -69,14 +77,16 @@ def write_block(
     Nothing is counted; the rest is as in `write_next`.
     """
     rows_R, num_drafts = rows_R.long(), state.drafts_MK.shape[1]
-    logits_NW = logits_NW[:, :vocab_size]
     index_RK = torch.arange(num_drafts, device=rows_R.device).expand(rows_R.shape[0], -1)
-    if sampled and takes_argmax(logits_NW):
-        choice_N = best_index(draw_drafts_triton(state, rows_R, logits_NW, target_ids_W, counted=False))
-    elif sampled:
-        choice_N = _sample(state, rows_R, index_RK, logits_NW, target_ids_W)
+    vocabulary = vocabulary or Vocabulary(logits_NW.shape[1])
+    if not sampled:
+        choice_N = vocabulary.likeliest(logits_NW, known=vocab_size)
     else:
-        choice_N = greedy_tokens(logits_NW)
+        logits_NW = vocabulary.whole(logits_NW)[:, :vocab_size]
+        if takes_argmax(logits_NW):
+            choice_N = best_index(draw_drafts_triton(state, rows_R, logits_NW, target_ids_W, counted=False))
+        else:
+            choice_N = _sample(state, rows_R, index_RK, logits_NW, target_ids_W)
     if target_ids_W is not None:
         choice_N = target_ids_W[choice_N]
     drafts_RK = choice_N.view(index_RK.shape)

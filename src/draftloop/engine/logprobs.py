@@ -3,8 +3,8 @@
 They run where a request of the step asks for logprobs, after the accept phase of a decoding step or a prompt,
 and read the logits that it read.
 
-Shape suffixes: R rows, T or X tokens, K drafts, V vocabulary, P = 1 + reported likeliest tokens, O columns of
-an outcome.
+Shape suffixes: R rows, T or X tokens, K drafts, V vocabulary, W its entries on one rank, P = 1 + reported likeliest
+tokens, O columns of an outcome.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from draftloop.config.draft_tree import DraftTree
 from draftloop.drafters.base import count_name
 from draftloop.graphs.phase import Launch, Output, Pad, Phase, Slot, Unit
 from draftloop.kvcache.rows import RowState
+from draftloop.models.output_head import Vocabulary
 from draftloop.request import Logprob, Logprobs
 from draftloop.sampling.accept_tree import TreeTables, tree_probabilities
 from draftloop.sampling.commit import OUTCOME_COUNTS, target_probabilities
@@ -38,7 +39,7 @@ def logprob_phases(
     tree: DraftTree,
     counts: Sequence[int] = (),
     outcome_width: int,
-    vocab_size: int,
+    vocabulary: Vocabulary,
     dtype: torch.dtype,
     num_top: int,
     mode: LogprobsMode,
@@ -49,7 +50,8 @@ def logprob_phases(
     num_drafts, branches = tree.num_drafts, not tree.is_chain
     tables = TreeTables.of(tree, state.num_tokens_M.device)
 
-    def logprobs(rows: Tensor, logits_XV: Tensor, k: int, num_emitted_R: Tensor) -> Tensor:
+    def logprobs(rows: Tensor, logits_XW: Tensor, k: int, num_emitted_R: Tensor) -> Tensor:
+        logits_XV = vocabulary.whole(logits_XW)
         if mode == "raw_logprobs":
             return raw_logprobs(logits_XV)
         lengths_R = state.num_tokens_M.index_select(0, rows) - num_emitted_R
@@ -100,7 +102,7 @@ def logprob_phases(
             fn=report_branch if k and branches else partial(report, k=k),
             slots={
                 "rows": rows,
-                "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=(vocab_size,), pad=Pad.KEEP),
+                "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=(vocabulary.width,), pad=Pad.KEEP),
                 "outcome": Slot(unit=Unit.ROW, dtype=torch.int32, shape=(outcome_width,), pad=Pad.KEEP),
                 **({"path": path_slot(tree)} if k and branches else {}),
             },
@@ -117,7 +119,7 @@ def logprob_phases(
         fn=report_first,
         slots={
             "ending_rows": rows,
-            "prompt_logits": Slot(unit=Unit.ROW, dtype=dtype, shape=(vocab_size,), pad=Pad.KEEP),
+            "prompt_logits": Slot(unit=Unit.ROW, dtype=dtype, shape=(vocabulary.width,), pad=Pad.KEEP),
             "first_token": Slot(unit=Unit.ROW, dtype=torch.int32, shape=(1,), pad=Pad.KEEP),
         },
         outputs={

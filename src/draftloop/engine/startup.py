@@ -274,7 +274,7 @@ def _build(
         tree=drafter.tree if drafter else DraftTree.chain(0),
         counts=counts,
         outcome_width=outcome_width(num_drafts, several),
-        vocab_size=model_config.vocab_size,
+        vocabulary=model.vocabulary,
         dtype=dtype,
         num_top=config.max_logprobs,
         mode=config.logprobs_mode,

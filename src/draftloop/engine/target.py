@@ -1,6 +1,6 @@
 """The target's phases: prompts, verification, acceptance.
 
-Shape suffixes: R rows, T tokens, K drafts, C hidden size, V vocabulary.
+Shape suffixes: R rows, T tokens, K drafts, C hidden size, V vocabulary, W its entries on one rank.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def target_phases(
 
     `target.prefill`   chunks of prompts -> logits of each chunk's last token; `target.prefill.logprobs`
                        reports on all others too
-    `target.verify`    bonus token and drafts of each row -> logits of every position
+    `target.verify`    bonus token and drafts of each row -> logits of every position, on each rank those of its part
+                       of the vocabulary
     `target.decode`    the same without drafts, for batches in which nobody speculates
     `accept`           logits -> emitted tokens; the rows are that much longer
     `accept.prompt`    the same for the first token after a prompt
@@ -69,7 +70,7 @@ def target_phases(
     The accept phases come in kinds (`SamplingKind`), so that a batch pays for what it asks. `rule` accepts
     drafts of sampled rows; with `synthetic_rates` drafts are accepted by coin.
     """
-    device, dtype = model.lm_head.device, model.lm_head.dtype
+    device, dtype, vocabulary = model.lm_head.device, model.lm_head.dtype, model.vocabulary
     num_drafts, branches = tree.num_drafts, not tree.is_chain
     block, tables = TreePass.block(tree, device), TreeTables.of(tree, device)
 
@@ -83,6 +84,9 @@ def target_phases(
         # of one row `flatten` alone makes a view: one number, which kernels would read past
         return replace(batch, adapters_T=adapters_R[:, None].expand(-1, num_per_row).contiguous().flatten())
 
+    def whole_logits(hidden_TC: Tensor) -> Tensor:
+        return vocabulary.whole(model.logits(hidden_TC))
+
     def prefill(
         launch: Launch, rows: Tensor, query_starts: Tensor, kv_lens: Tensor, *, report: bool = False
     ) -> Mapping[str, Tensor]:
@@ -93,29 +97,31 @@ def target_phases(
         outputs = {"prompt_logits": model.logits(hidden_TC[last_R]), **aux_output(aux)}
         if report:
             next_T = state.tokens_ML[row_T, batch.positions_T + 1]
-            outputs |= prompt_report(hidden_TC, next_T, model.logits, num_top_logprobs)
+            outputs |= prompt_report(hidden_TC, next_T, whole_logits, num_top_logprobs)
         return outputs
 
     def verify(launch: Launch, rows: Tensor, *, k: int) -> Mapping[str, Tensor]:
-        num_ids = model.config.vocab_size
+        num_ids = vocabulary.size
         if k and branches:
             batch, tokens = tree_batch(state, rows, block, page_size, launch, num_ids=num_ids)
         else:
             batch, tokens = tail_batch(state, rows, 1 + k, page_size, launch, offset=-1, num_ids=num_ids)
         hidden_TC, aux = model(tokens.ids_T, kv, with_adapters(batch, rows, 1 + k), aux_layers=aux_layers)
-        return {"logits": model.logits(hidden_TC, out_TV=launch.outputs.get("logits")), **aux_output(aux)}
+        return {"logits": model.logits(hidden_TC, out_TW=launch.outputs.get("logits")), **aux_output(aux)}
 
     rates_K = None if synthetic_rates is None else torch.tensor(synthetic_rates, device=device)
 
     def accept_rows(
-        logits_XV: Tensor, rows: Tensor, k: int, kind: SamplingKind, *, width: int = 1
+        logits_XW: Tensor, rows: Tensor, k: int, kind: SamplingKind, *, width: int = 1
     ) -> tuple[Tensor, Tensor]:
         coins_K = rates_K[:k] if k and rates_K is not None else None
         if kind is SamplingKind.GREEDY:
             if coins_K is not None:
-                return accept_rows_synthetic(state, rows, logits_XV, k, coins_K, width=width)
-            return accept_rows_greedy(state, rows, logits_XV, k, width=width)
-        by = rule if coins_K is None else partial(accept_synthetic_rows, rates_K=coins_K)
+                return accept_rows_synthetic(state, rows, logits_XW, k, coins_K, vocabulary=vocabulary, width=width)
+            return accept_rows_greedy(state, rows, logits_XW, k, vocabulary=vocabulary, width=width)
+        by, logits_XV = rule, vocabulary.whole(logits_XW)
+        if coins_K is not None:
+            by = partial(accept_synthetic_rows, rates_K=coins_K)
         return accept_rows_sampled(state, rows, logits_XV, k, kind=kind, processors=processors, rule=by, width=width)
 
     def accept(launch: Launch, rows: Tensor, logits: Tensor, *, k: int, kind: SamplingKind) -> Mapping[str, Tensor]:
@@ -126,8 +132,9 @@ def target_phases(
 
     def accept_branch(launch: Launch, rows: Tensor, logits: Tensor, *, kind: SamplingKind) -> Mapping[str, Tensor]:
         if kind is SamplingKind.GREEDY:
-            emitted = accept_tree_greedy(state, rows, logits, tables, rates_K)
+            emitted = accept_tree_greedy(state, rows, logits, tables, rates_K, vocabulary=vocabulary)
         else:
+            logits = vocabulary.whole(logits)
             emitted = accept_tree_sampled(state, rows, logits, tables, rates_K, kind=kind, processors=processors)
         return dict(zip(("num_emitted", "outcome", "path"), emitted, strict=True))
 
@@ -144,7 +151,7 @@ def target_phases(
         return {"first_token": outcome_RO[:, len(OUTCOME_COUNTS) :]}
 
     rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
-    vocab = (model.config.vocab_size,)
+    part = (vocabulary.width,)
     aux = {}
     if aux_layers:
         width = (len(aux_layers) * model.config.hidden_size,)
@@ -159,7 +166,7 @@ def target_phases(
             "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
             "kv_lens": Slot(unit=Unit.ROW, dtype=torch.int32),
         },
-        outputs={"prompt_logits": Output(unit=Unit.ROW, dtype=dtype, shape=vocab), **aux},
+        outputs={"prompt_logits": Output(unit=Unit.ROW, dtype=dtype, shape=part), **aux},
         tokens_per_row=None,
         modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full_ragged}),
         reason=support.reason,
@@ -176,7 +183,7 @@ def target_phases(
         ),
     ]
     number = Output(unit=Unit.ROW, dtype=torch.int32)
-    slots = {"rows": rows, "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=vocab, pad=Pad.KEEP)}
+    slots = {"rows": rows, "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=part, pad=Pad.KEEP)}
     outcome = {
         "num_emitted": number,
         "outcome": Output(unit=Unit.ROW, dtype=torch.int32, shape=(outcome_width(num_drafts, several_drafters),)),
@@ -188,7 +195,7 @@ def target_phases(
                 name=verify_name(k, num_drafts),
                 fn=lambda launch, k=k, **slots: verify(launch, k=k, **slots),
                 slots={"rows": rows},
-                outputs={"logits": Output(unit=Unit.TOKEN, dtype=dtype, shape=vocab), **aux},
+                outputs={"logits": Output(unit=Unit.TOKEN, dtype=dtype, shape=part), **aux},
                 tokens_per_row=1 + k,
                 modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full_uniform}),
                 reason=support.reason,
@@ -223,7 +230,7 @@ def target_phases(
             fn=lambda launch, kind=kind, **slots: accept_prompt(launch, kind=kind, **slots),
             slots={
                 "ending_rows": rows,
-                "prompt_logits": Slot(unit=Unit.ROW, dtype=dtype, shape=vocab, pad=Pad.KEEP),
+                "prompt_logits": Slot(unit=Unit.ROW, dtype=dtype, shape=part, pad=Pad.KEEP),
             },
             outputs={"first_token": Output(unit=Unit.ROW, dtype=torch.int32, shape=(1,))},
         )

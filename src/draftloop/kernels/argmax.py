@@ -24,8 +24,20 @@ def argmax_torch(x_NV: Tensor) -> Tensor:
     return x_NV.argmax(-1)
 
 
-@jit()
-def _chunk_kernel(x_ptr, best_ptr, x_stride, size, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def maxima_torch(x_NV: Tensor, *, first: int = 0, num_live: int | None = None) -> Tensor:
+    """Reference of `chunk_maxima`, of one chunk: int64 [N, 1]."""
+    x_NV = x_NV[:, :num_live]
+    if not x_NV.shape[1]:
+        return torch.full((x_NV.shape[0], 1), NO_INDEX, device=x_NV.device)
+    index_N1 = x_NV.argmax(-1, keepdim=True)
+    best_N1 = x_NV.gather(1, index_N1).float()
+    bits_N1 = torch.where(best_N1 == 0.0, 0.0, best_N1).view(torch.int32)
+    key_N1 = torch.where(bits_N1 < 0, bits_N1 ^ UNPACK, bits_N1).masked_fill(best_N1.isnan(), UNPACK)
+    return (key_N1.long() << 32) | (UNPACK - first - index_N1)
+
+
+@jit("size", "first")
+def _chunk_kernel(x_ptr, best_ptr, x_stride, size, first, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One row, one chunk: value and index of the best element in one integer that compares as they do."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -41,7 +53,7 @@ def _chunk_kernel(x_ptr, best_ptr, x_stride, size, CHUNK: tl.constexpr, PDL: tl.
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where(x != x, 0x7FFFFFFF, key)
     # of equal values the lowest index wins
-    packed = (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    packed = (key.to(tl.int64) << 32) | (0x7FFFFFFF - first - index).to(tl.int64)
     # lower than any: the key of -inf is higher
     packed = tl.where(live, packed, -0x7FFFFFFFFFFFFFFF)
     tl.store(best_ptr + row * tl.num_programs(1) + chunk, tl.max(packed, 0))
@@ -60,19 +72,27 @@ def _combine_kernel(best_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr, PDL: tl.
     tl.store(out_ptr + row, 0x7FFFFFFF - (tl.max(best, 0) & 0x7FFFFFFF))
 
 
-def chunk_maxima(x_NV: Tensor) -> Tensor:
+def chunk_maxima(x_NV: Tensor, *, first: int = 0, num_live: int | None = None) -> Tensor:
     """int64 [N, C]: each chunk's largest element and its index, packed so that the largest of a row is its argmax.
 
-    For kernels that go on from there; `argmax_triton` is the smallest. Rows may be strided.
+    For kernels that go on from there; `argmax_triton` is the smallest. Rows may be strided. Indices count from `first`;
+    elements from `num_live` on are padding, which no index leads to.
     """
     num_rows, size = x_NV.shape
     assert x_NV.stride(1) == 1
-    assert 0 < size < 2**31
+    assert 0 < size < 2**31 - first
     num_chunks = -(-size // CHUNK)
     best_NC = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=x_NV.device)
     if num_rows:
         _chunk_kernel[(num_rows, num_chunks)](
-            x_NV, best_NC, x_NV.stride(0), size, CHUNK=CHUNK, num_warps=4, **pdl_options(x_NV.device)
+            x_NV,
+            best_NC,
+            x_NV.stride(0),
+            size if num_live is None else num_live,
+            first,
+            CHUNK=CHUNK,
+            num_warps=4,
+            **pdl_options(x_NV.device),
         )
     return best_NC
 
@@ -87,6 +107,13 @@ def best_index(best_NC: Tensor) -> Tensor:
             best_NC, out_N, num_chunks, BLOCK=block, num_warps=1, **pdl_options(best_NC.device)
         )
     return out_N
+
+
+def unpack_maxima(best_NC: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 [N], the index of each row's largest element, and whether that is finite; for code without a kernel."""
+    best_N = best_NC.amax(-1)
+    order_N = best_N >> 32
+    return UNPACK - (best_N & UNPACK), (order_N < 0x7F800000) & (order_N > -0x7F800001)
 
 
 def argmax_triton(x_NV: Tensor) -> Tensor:

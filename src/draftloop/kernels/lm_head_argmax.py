@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftloop.kernels.argmax import chunk_maxima
+from draftloop.kernels.argmax import chunk_maxima, maxima_torch
 from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.linear_wide import DTYPES, MIN_PART, Range, TokenParts, gpu_name, token_parts
 from draftloop.kernels.triton_import import TensorDescriptor, jit, pdl_options, tl
@@ -51,12 +51,7 @@ MEASURED: dict[str, dict[tuple[int, int], dict[Range, HeadTiles]]] = {
 
 def head_maxima_torch(x_TK: Tensor, weight_VK: Tensor) -> Tensor:
     """Reference of `head_maxima_triton`: one chunk, packed as there."""
-    logits_TV = torch.nn.functional.linear(x_TK, weight_VK)
-    index_T = logits_TV.argmax(-1)
-    best_T = logits_TV.gather(1, index_T[:, None])[:, 0].float()
-    bits_T = torch.where(best_T == 0.0, 0.0, best_T).view(torch.int32).long()
-    key_T = torch.where(best_T.isnan(), 0x7FFFFFFF, torch.where(bits_T < 0, bits_T ^ 0x7FFFFFFF, bits_T))
-    return ((key_T << 32) | (0x7FFFFFFF - index_T))[:, None]
+    return maxima_torch(torch.nn.functional.linear(x_TK, weight_VK))
 
 
 @jit("num_tokens")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftloop.kernels.argmax import NO_INDEX, UNPACK, argmax, chunk_maxima, takes_argmax
+from draftloop.kernels.argmax import NO_INDEX, UNPACK, argmax, chunk_maxima, takes_argmax, unpack_maxima
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
@@ -127,7 +127,7 @@ def write_draft_triton(
 
 def write_draft(
     rows_R: Tensor,
-    tokens_R: Tensor,
+    choice: Tensor,
     state: DraftRows,
     target_ids_W: Tensor | None = None,
     *,
@@ -136,13 +136,15 @@ def write_draft(
 ) -> None:
     """Append a draft to each row's and count it; `first`: it is the first one of a new round.
 
-    `tokens_R` (int64) are ids of the target, or indices into `target_ids_W`. A row that has its own limit of
-    drafts, or `longest` tokens with those drafted so far, gets NO_DRAFT (-1). The padding row, the last of M,
-    gets none and never counts.
+    `choice` (int64) are ids of the target, or indices into `target_ids_W`: [R], or [R, C] packed as by `chunk_maxima`.
+    A row that has its own limit of drafts, or `longest` tokens with those drafted so far, gets NO_DRAFT (-1). The
+    padding row, the last of M, gets none and never counts.
     """
     if rows_R.is_cuda:
-        write_draft_triton(rows_R, tokens_R, state, target_ids_W, first=first, longest=longest)
-    elif native.available():
+        write_draft_triton(rows_R, choice, state, target_ids_W, first=first, longest=longest)
+        return
+    tokens_R = unpack_maxima(choice)[0] if choice.dim() == 2 else choice
+    if native.available():
         native.write_draft(rows_R, tokens_R, *state, target_ids_W, first, 2**31 - 1 if longest is None else longest)
     else:
         write_draft_torch(rows_R, tokens_R, state, target_ids_W, first=first, longest=longest)
@@ -158,7 +160,5 @@ def write_likeliest(
     longest: int | None = None,
 ) -> None:
     """`write_draft` of each row's likeliest token."""
-    if takes_argmax(logits_RW):
-        write_draft_triton(rows_R, chunk_maxima(logits_RW), state, target_ids_W, first=first, longest=longest)
-    else:
-        write_draft(rows_R, argmax(logits_RW), state, target_ids_W, first=first, longest=longest)
+    choice = chunk_maxima(logits_RW) if takes_argmax(logits_RW) else argmax(logits_RW)
+    write_draft(rows_R, choice, state, target_ids_W, first=first, longest=longest)

@@ -1,7 +1,7 @@
 """What every decoder can do, whatever its layers are; the engine and drafters know no more of one.
 
-Shape suffixes: T tokens in the pass, C hidden size, V vocabulary, L layers, P pages, S tokens per page,
-G key/value heads, D head size.
+Shape suffixes: T tokens in the pass, C hidden size, V vocabulary, W its entries on one rank, L layers, P pages,
+S tokens per page, G key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from draftloop.distributed.group import ALONE, Group
 from draftloop.graphs.phase import Cost
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
+from draftloop.models.output_head import Vocabulary
 from draftloop.models.shards import share
 from draftloop.models.weights import Destination, named_weights
 
@@ -55,11 +56,11 @@ def cache_specs(config: ModelConfig, dtype: torch.dtype) -> list[CacheSpec]:
     ]
 
 
-def capped(logits_TV: Tensor, cap: float | None, out_TV: Tensor | None) -> Tensor:
-    """Logits squeezed between minus and plus `cap`, written to `out_TV` if given."""
+def capped(logits_TW: Tensor, cap: float | None, out_TW: Tensor | None) -> Tensor:
+    """Logits squeezed between minus and plus `cap`, written to `out_TW` if given."""
     if cap is not None:
-        logits_TV = (logits_TV / cap).tanh() * cap
-    return logits_TV if out_TV is None or out_TV is logits_TV else out_TV.copy_(logits_TV)
+        logits_TW = (logits_TW / cap).tanh() * cap
+    return logits_TW if out_TW is None or out_TW is logits_TW else out_TW.copy_(logits_TW)
 
 
 class Decoder(torch.nn.Module, ABC):
@@ -98,9 +99,15 @@ class Decoder(torch.nn.Module, ABC):
         """[T] -> [T, C], as it enters the first layer."""
         return torch.nn.functional.embedding(token_ids_T, self.embed_tokens)
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What logits stand for."""
+        return Vocabulary(self.config.vocab_size, self.group)
+
     @abstractmethod
-    def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
-        """[T, C] after the final norm -> [T, V], in the model's dtype; written to `out_TV` if given."""
+    def logits(self, hidden_TC: Tensor, *, out_TW: Tensor | None = None) -> Tensor:
+        """[T, C] after the final norm -> this rank's logits in the model's dtype, [T, W] of `vocabulary`; written to
+        `out_TW` if given."""
 
     def cost(self) -> Cost:
         """What one pass with logits must read and compute; of tables that are embeddings alone only a few rows are."""

@@ -2,8 +2,8 @@
 
 Mixtures of experts are among that: their layers have a router and experts in the place of the MLP (models/moe.py).
 
-Shape suffixes: T tokens in the pass, C hidden size, V vocabulary, L positions or layers (`kv_L2PSGD`), P pages,
-S tokens per page, G key/value heads, D head size.
+Shape suffixes: T tokens in the pass, C hidden size, W vocabulary on one rank, L positions or layers (`kv_L2PSGD`),
+P pages, S tokens per page, G key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch, Attention
 from draftloop.distributed.group import ALONE, Group
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Cost
+from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
@@ -25,7 +26,7 @@ from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attenti
 from draftloop.models.layers import DecoderLayer, norm_dtype, parameter
 from draftloop.models.moe import MixtureOfExperts, are_fused
 from draftloop.models.rope import cos_sin_table
-from draftloop.models.shards import Slices, head_logits, num_vocabulary_rows, shard, vocabulary
+from draftloop.models.shards import Slices, shard
 from draftloop.models.weights import Destination
 
 
@@ -67,7 +68,7 @@ class DenseDecoder(Decoder):
         self.config = config
         self.backend = backend
         self.group = group
-        rows = num_vocabulary_rows(config.vocab_size, group)
+        rows = self.vocabulary.width
         num_embedded = rows * group.size if config.tie_word_embeddings else config.vocab_size
         self.embed_tokens = parameter(num_embedded, config.hidden_size, device=device, dtype=dtype)
         self.embed_tokens.data[config.vocab_size :].zero_()
@@ -81,7 +82,7 @@ class DenseDecoder(Decoder):
         self.slices: dict[str, Slices] = {}
         if not config.tie_word_embeddings:
             self.lm_head = parameter(rows, config.hidden_size, device=device, dtype=dtype)
-            if (slices := vocabulary(config.vocab_size, group)) is not None:
+            if (slices := self.vocabulary.slices) is not None:
                 self.slices["lm_head"] = slices
         elif group.size == 1:
             self.lm_head = self.embed_tokens
@@ -125,12 +126,11 @@ class DenseDecoder(Decoder):
         aux |= {self.config.num_layers: residual_TC, FINAL_HIDDEN: hidden_TC}
         return hidden_TC, [aux[index] for index in aux_layers]
 
-    def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
+    def logits(self, hidden_TC: Tensor, *, out_TW: Tensor | None = None) -> Tensor:
         cap, divisor = self.config.logit_cap, self.config.logit_divisor
         if divisor != 1:
             hidden_TC = hidden_TC / divisor
-        out = None if cap else out_TV
-        return capped(head_logits(hidden_TC, self.lm_head, self.group, self.config.vocab_size, out_TV=out), cap, out_TV)
+        return capped(linear(hidden_TC, self.lm_head, out_TN=None if cap else out_TW), cap, out_TW)
 
     def settle(self) -> None:
         """Bring weights into the form that passes read: norms with their offset, heads whose halves turn."""

@@ -174,10 +174,10 @@ class FallbackDecoder(Decoder):
         aux = {**current.aux, FINAL_HIDDEN: hidden_TC}
         return hidden_TC, [aux[index] for index in aux_layers]
 
-    def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
+    def logits(self, hidden_TC: Tensor, *, out_TW: Tensor | None = None) -> Tensor:
         (head,) = self._head
-        logits_1TV = head(inputs_embeds=hidden_TC[None], use_cache=False, return_dict=True).logits
-        return capped(logits_1TV[0].to(hidden_TC.dtype), None, out_TV)  # some models' code makes them fp32
+        logits_1TW = head(inputs_embeds=hidden_TC[None], use_cache=False, return_dict=True).logits
+        return capped(logits_1TW[0].to(hidden_TC.dtype), None, out_TW)  # some models' code makes them fp32
 
     def destinations(self, names: Iterable[str] = ()) -> dict[str, Destination]:
         return {name: weight.data for name, weight in self.model.named_parameters()}

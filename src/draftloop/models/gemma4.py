@@ -293,9 +293,9 @@ class Gemma4Decoder(Decoder):
         both = (told.view(-1, count, size) + token.view(-1, count, size)) * 2**-0.5
         return both.transpose(0, 1).contiguous()
 
-    def logits(self, hidden_TC: Tensor, *, out_TV: Tensor | None = None) -> Tensor:
+    def logits(self, hidden_TC: Tensor, *, out_TW: Tensor | None = None) -> Tensor:
         cap = self.gemma.logit_cap
-        return capped(linear(hidden_TC, self.lm_head, out_TN=None if cap else out_TV), cap, out_TV)
+        return capped(linear(hidden_TC, self.lm_head, out_TN=None if cap else out_TW), cap, out_TW)
 
     @property
     def num_looked_up(self) -> int:

@@ -4,7 +4,7 @@ Query and key/value heads, the MLP's inner columns and the vocabulary of the out
 and the residual stream are whole on every rank. Attention and MLP each end in a sum over the ranks. Where there are
 fewer key/value heads than ranks, neighbours have the same one.
 
-Shape suffixes: T tokens, K input columns, N output columns, V vocabulary, C hidden size.
+Shape suffixes: T tokens, K input columns, N output columns.
 """
 
 from __future__ import annotations
@@ -233,46 +233,6 @@ def joined(parts: Sequence[Slices]) -> Slices:
         runs += [(start + first, count) for first, count in part.runs]
         start += part.size
     return Slices(dim=parts[0].dim, size=start, runs=tuple(runs))
-
-
-# ---- the output head ------------------------------------------------------------------------
-
-
-def num_vocabulary_rows(vocab_size: int, group: Group) -> int:
-    """Rows of an output head that each rank has, the last ones' padding included."""
-    return -(-vocab_size // group.size)
-
-
-def vocabulary(vocab_size: int, group: Group) -> Slices | None:
-    """Rows of an output head."""
-    if group.size == 1:
-        return None
-    rows = num_vocabulary_rows(vocab_size, group)
-    start = min(group.rank * rows, vocab_size)
-    return Slices(dim=0, size=vocab_size, runs=((start, min(rows, vocab_size - start)),))
-
-
-def own_rows(head_VC: Tensor, group: Group) -> Tensor:
-    """Of a whole output head, a rank's rows, in memory of their own."""
-    slices = vocabulary(head_VC.shape[0], group)
-    if slices is None:
-        return head_VC
-    rows = head_VC.new_empty(num_vocabulary_rows(head_VC.shape[0], group), head_VC.shape[1])
-    Shard(rows, slices).copy_(head_VC)
-    return rows
-
-
-def head_logits(
-    x_TC: Tensor, rows_VC: Tensor, group: Group, vocab_size: int, *, out_TV: Tensor | None = None
-) -> Tensor:
-    """[T, V] on every rank, from each one's rows of the output head; written to `out_TV` if given."""
-    if group.size == 1:
-        return linear(x_TC, rows_VC, out_TN=out_TV)
-    part_TV = linear(x_TC, rows_VC)
-    if rows_VC.shape[0] * group.size == vocab_size:
-        return group.all_gather(part_TV, -1, out=out_TV)
-    logits_TV = group.all_gather(part_TV, -1)[:, :vocab_size]
-    return logits_TV.contiguous() if out_TV is None else out_TV.copy_(logits_TV)
 
 
 # ---- layers ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftloop.kernels.argmax import NO_INDEX, UNPACK, chunk_maxima
+from draftloop.kernels.argmax import NO_INDEX, UNPACK
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 from draftloop.sampling.noise import ACCEPT_NOISE, noise_key, unit_noise
 
@@ -121,15 +121,22 @@ def outcome_memory(rows_R: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def accept_block_triton(
-    rows_R: Tensor, logits_XV: Tensor, state: TokenRows, rates_K: Tensor | None, *, num_drafts: int, width: int
+    rows_R: Tensor,
+    best_XC: Tensor,
+    state: TokenRows,
+    rates_K: Tensor | None,
+    *,
+    vocab_size: int,
+    num_drafts: int,
+    width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Twin of `commit.accept_rows_greedy`, or with `rates_K` (float32) of `commit.accept_rows_synthetic`.
+    """Twin of `commit.accept_rows_greedy`, or with `rates_K` (float32) of `commit.accept_rows_synthetic`, given the
+    `chunk_maxima` of the logits.
 
     Returns `num_emitted` int32 [R] and `outcome` int32 [R, 3 + width]; see `commit.Outcome`.
     """
     num_rows = rows_R.shape[0]
     num_emitted_R, outcome_RO = outcome_memory(rows_R, width)
-    best_XC = chunk_maxima(logits_XV)
     if num_rows:
         _accept_kernel[(num_rows,)](
             best_XC,
@@ -143,7 +150,7 @@ def accept_block_triton(
             3 + width,
             best_XC.shape[1],
             num_drafts + 1,
-            logits_XV.shape[1],
+            vocab_size,
             RATES=rates_K is not None,
             NO_INDEX=NO_INDEX,
             UNPACK=UNPACK,

@@ -14,7 +14,7 @@ out with just its probability p, which is what drawing it from p at once does. N
 token alone, so a row says what it would have said without speculation.
 
 Shape suffixes: R rows, M rows of the engine, N drafts, Q = 1 + N places, J places of the longest branch, L sequence
-length, V vocabulary, X = R * Q, O columns of an outcome, C chunks of the vocabulary.
+length, V vocabulary, W its entries on one rank, X = R * Q, O columns of an outcome, C chunks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.config.draft_tree import DraftTree
-from draftloop.kernels.argmax import NO_INDEX, UNPACK, chunk_maxima, takes_argmax
+from draftloop.kernels.argmax import NO_INDEX, UNPACK, takes_argmax
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 from draftloop.kvcache.rows import NO_DRAFT, RowState
+from draftloop.models.output_head import Vocabulary
 from draftloop.sampling.accept import NO_TOKEN, clip_to_limit
 from draftloop.sampling.accept_block import outcome_memory
-from draftloop.sampling.commit import commit, target_probabilities
+from draftloop.sampling.commit import commit, likeliest, target_probabilities
 from draftloop.sampling.constraints import constrain
 from draftloop.sampling.draw_tree import draw_places_triton
 from draftloop.sampling.logits_processors import LogitsProcessor
@@ -77,14 +78,25 @@ class TreeTables(NamedTuple):
 
 
 def accept_tree_greedy(
-    state: RowState, rows_R: Tensor, logits_XV: Tensor, tables: TreeTables, rates_H: Tensor | None = None
+    state: RowState,
+    rows_R: Tensor,
+    logits_XW: Tensor,
+    tables: TreeTables,
+    rates_H: Tensor | None = None,
+    *,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accept for a batch in which every row is greedy; see `_accept` for `rates_H` and what is returned."""
-    if takes_argmax(logits_XV):
-        vocab = logits_XV.shape[1]
-        return accept_tree_triton(state, rows_R, chunk_maxima(logits_XV), tables, rates_H, vocab_size=vocab)
-    top_X, targets_X = logits_XV.max(-1)
-    return _accept(state, rows_R, targets_X.masked_fill(~top_X.isfinite(), NO_TOKEN), tables, rates_H, logits_XV)
+    """Accept for a batch in which every row is greedy; see `_accept` for `rates_H` and what is returned.
+
+    `vocabulary`: of the logits, where ranks have parts of them.
+    """
+    vocabulary = vocabulary or Vocabulary(logits_XW.shape[1])
+    if takes_argmax(logits_XW):
+        best_XC = vocabulary.maxima(logits_XW)
+        return accept_tree_triton(state, rows_R, best_XC, tables, rates_H, vocab_size=vocabulary.size)
+    targets_X, is_good_X = likeliest(logits_XW, vocabulary)
+    targets_X = targets_X.masked_fill(~is_good_X, NO_TOKEN)
+    return _accept(state, rows_R, targets_X, tables, rates_H, vocab_size=vocabulary.size)
 
 
 def accept_tree_sampled(
@@ -110,7 +122,7 @@ def accept_tree_sampled(
     positions_RQ = state.num_tokens_M.index_select(0, rows_R)[:, None] + tables.heights_Q
     targets_X = gumbel_argmax(probs_XV.log(), seeds_RQ.flatten(), positions_RQ.flatten(), Stream.SAMPLE)
     targets_X = targets_X.masked_fill(probs_XV[:, 0].isnan(), NO_TOKEN)
-    return _accept(state, rows_R, targets_X, tables, rates_H, logits_XV)
+    return _accept(state, rows_R, targets_X, tables, rates_H, vocab_size=logits_XV.shape[1])
 
 
 def tree_probabilities(
@@ -171,7 +183,8 @@ def _accept(
     targets_X: Tensor,
     tables: TreeTables,
     rates_H: Tensor | None,
-    logits_XV: Tensor,
+    *,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Follow the target's choices (int64 [X], NO_TOKEN where its logits say nothing), commit, and report.
 
@@ -181,8 +194,8 @@ def _accept(
     Returns `num_emitted` int32 [R]; `outcome` int32 [R, 3 + Q], as of a chain; and `path` int32 [R, J]: the places
     that the emitted tokens came from, the bonus token's before the first.
     """
-    run = accept_tree_triton if logits_XV.is_cuda else accept_tree_torch
-    return run(state, rows_R, targets_X, tables, rates_H, vocab_size=logits_XV.shape[1])
+    run = accept_tree_triton if targets_X.is_cuda else accept_tree_torch
+    return run(state, rows_R, targets_X, tables, rates_H, vocab_size=vocab_size)
 
 
 def accept_tree_torch(

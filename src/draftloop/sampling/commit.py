@@ -6,7 +6,7 @@ With `num_drafts=0` they are plain sampling: the first token of a prompt, or dec
 speculation.
 
 Shape suffixes: R rows, M rows of the engine, K drafts, Q = 1 + K verified positions, L sequence
-length, V vocabulary, X = R * Q, O columns of an outcome.
+length, V vocabulary, W its entries on one rank, X = R * Q, O columns of an outcome.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from draftloop.kernels.argmax import takes_argmax
+from draftloop.kernels.argmax import takes_argmax, unpack_maxima
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.softmax_statistics import Changed, Statistics, Truncation, softmax_statistics_triton
 from draftloop.kvcache.rows import NO_DRAFT, RowState
+from draftloop.models.output_head import Vocabulary
 from draftloop.sampling.accept import (
     NO_TOKEN,
     accept_sampled_rows,
@@ -71,22 +72,47 @@ def commit(state: RowState, rows_R: Tensor, emitted_RQ: Tensor, num_emitted_R: T
     state.num_tokens_M.index_add_(0, rows_R, num_emitted_R)
 
 
+def likeliest(logits_XW: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """int64 [X], each position's likeliest token, and whether its logits say anything; for code without a kernel."""
+    if vocabulary.is_divided:
+        return unpack_maxima(vocabulary.maxima(logits_XW))
+    top_X, targets_X = logits_XW.max(-1)
+    return targets_X, top_X.isfinite()
+
+
 def accept_rows_greedy(
-    state: RowState, rows_R: Tensor, logits_XV: Tensor, num_drafts: int, *, width: int | None = None
+    state: RowState,
+    rows_R: Tensor,
+    logits_XW: Tensor,
+    num_drafts: int,
+    *,
+    vocabulary: Vocabulary | None = None,
+    width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Accept for a batch in which every row is greedy. See `_finish` for what is returned."""
-    width = width or num_drafts + 1
-    if takes_argmax(logits_XV):
-        return accept_block_triton(rows_R, logits_XV, _token_rows(state), None, num_drafts=num_drafts, width=width)
-    top_X, targets_X = logits_XV.max(-1)
+    """Accept for a batch in which every row is greedy. See `_finish` for what is returned.
+
+    `vocabulary`: of the logits, where ranks have parts of them.
+    """
+    width, vocabulary = width or num_drafts + 1, vocabulary or Vocabulary(logits_XW.shape[1])
+    if takes_argmax(logits_XW):
+        return accept_block_triton(
+            rows_R,
+            vocabulary.maxima(logits_XW),
+            _token_rows(state),
+            None,
+            vocab_size=vocabulary.size,
+            num_drafts=num_drafts,
+            width=width,
+        )
+    targets_X, is_good_X = likeliest(logits_XW, vocabulary)
     if native.available() and rows_R.device.type == "cpu":
-        targets_X = torch.where(top_X.isfinite(), targets_X, NO_TOKEN)
+        targets_X = torch.where(is_good_X, targets_X, NO_TOKEN)
         num_emitted_R, outcome_RO = outcome_memory(rows_R, width)
         native.accept_block(rows_R, targets_X, *_token_rows(state)[:4], num_emitted_R, outcome_RO, num_drafts)
         return num_emitted_R, outcome_RO
     drafts_RK = _drafts(state, rows_R, num_drafts)
     emitted = accept_targets(_by_row(targets_X, num_drafts), drafts_RK)
-    return _finish(state, rows_R, drafts_RK, *emitted, ~_by_row(top_X, num_drafts).isfinite(), width=width)
+    return _finish(state, rows_R, drafts_RK, *emitted, ~_by_row(is_good_X, num_drafts), width=width)
 
 
 def accept_rows_sampled(
@@ -199,16 +225,31 @@ def target_probabilities(
 
 
 def accept_rows_synthetic(
-    state: RowState, rows_R: Tensor, logits_XV: Tensor, num_drafts: int, rates_K: Tensor, *, width: int | None = None
+    state: RowState,
+    rows_R: Tensor,
+    logits_XW: Tensor,
+    num_drafts: int,
+    rates_K: Tensor,
+    *,
+    vocabulary: Vocabulary | None = None,
+    width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Accept drafts at the given conditional rates; see `accept_synthetic` and `_finish`."""
-    width = width or num_drafts + 1
-    if takes_argmax(logits_XV):
-        return accept_block_triton(rows_R, logits_XV, _token_rows(state), rates_K, num_drafts=num_drafts, width=width)
+    """Accept drafts at the given conditional rates; see `accept_synthetic`, `accept_rows_greedy` and `_finish`."""
+    width, vocabulary = width or num_drafts + 1, vocabulary or Vocabulary(logits_XW.shape[1])
+    if takes_argmax(logits_XW):
+        return accept_block_triton(
+            rows_R,
+            vocabulary.maxima(logits_XW),
+            _token_rows(state),
+            rates_K,
+            vocab_size=vocabulary.size,
+            num_drafts=num_drafts,
+            width=width,
+        )
     drafts_RK = _drafts(state, rows_R, num_drafts)
     # an accepted draft becomes input of the target, which must know it
-    known_RK = drafts_RK.masked_fill(drafts_RK >= logits_XV.shape[1], NO_DRAFT)
-    top_RQ, targets_RQ = (_by_row(x, num_drafts) for x in logits_XV.max(-1))
+    known_RK = drafts_RK.masked_fill(drafts_RK >= vocabulary.size, NO_DRAFT)
+    targets_RQ, is_good_RQ = (_by_row(x, num_drafts) for x in likeliest(logits_XW, vocabulary))
     emitted = accept_synthetic(
         targets_RQ,
         known_RK,
@@ -216,7 +257,7 @@ def accept_rows_synthetic(
         state.seed_M.index_select(0, rows_R),
         state.num_tokens_M.index_select(0, rows_R),
     )
-    return _finish(state, rows_R, drafts_RK, *emitted, ~top_RQ.isfinite(), width=width)
+    return _finish(state, rows_R, drafts_RK, *emitted, ~is_good_RQ, width=width)
 
 
 def _token_rows(state: RowState) -> TokenRows:
