@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftloop.kernels.argmax import unpack_maxima
+from draftloop.kernels.write_children import top_torch
 from draftloop.models.output_head import Vocabulary
 
 
@@ -40,6 +41,9 @@ def test_the_likeliest_token_of_all_parts_is_the_lowest_id_of_the_largest_logit(
     index, is_finite = unpack_maxima(best)
     assert torch.equal(index, top.indices)
     assert torch.equal(is_finite, top.values.isfinite())
+    most = min(3, known, size)
+    several = torch.cat([one.maxima(part, known=known, most=3) for one, part in zip(parts, padded, strict=True)], 1)
+    assert torch.equal(several.topk(most).values, top_torch(logits_TV[:, :known], most))
 
 
 @pytest.mark.parametrize(("size", "num_ranks"), [(8, 2), (7, 3), (3, 5)])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import ClassVar, TypedDict
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -28,19 +28,11 @@ from draftloop.drafters.dflash_model import DFlashModel
 from draftloop.drafters.files import read_shapes
 from draftloop.drafters.head import HeadDrafter
 from draftloop.drafters.locate import locate
-from draftloop.drafters.write import write_block
+from draftloop.drafters.write import WriteOptions, write_block
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Cost, Launch, Phase, Slot, Unit
 from draftloop.kvcache.rows import RowState
 from draftloop.models.resolve import read_json
-
-
-class WriteOptions(TypedDict):
-    """Keywords of `write_block` and `write_next`."""
-
-    vocab_size: int
-    target_ids_W: Tensor | None
-    longest: int | None
 
 
 class BlockDrafter(HeadDrafter[DFlashConfig]):
@@ -111,8 +103,8 @@ class BlockDrafter(HeadDrafter[DFlashConfig]):
 
     def propose(self, state: RowState, rows_R: Tensor, bonus_R: Tensor, hidden_RKC: Tensor, *, sampled: bool) -> None:
         """Leave the drafts of a block in the row state; `hidden_RKC` is what the output head reads for each."""
-        logits_NW, vocabulary = self.model.logits(hidden_RKC.flatten(0, 1)), self.model.vocabulary
-        write_block(state, rows_R, logits_NW, sampled=sampled, vocabulary=vocabulary, **self.write_options)
+        logits_NW = self.model.logits(hidden_RKC.flatten(0, 1))
+        write_block(state, rows_R, logits_NW, sampled=sampled, **self.write_options)
 
     @property
     def write_options(self) -> WriteOptions:
@@ -122,6 +114,7 @@ class BlockDrafter(HeadDrafter[DFlashConfig]):
             known = min(self.model.vocabulary.size, known)
         return {
             "vocab_size": known,
+            "vocabulary": self.model.vocabulary,
             "target_ids_W": self.model.target_ids_W,
             "longest": self.longest,
         }

@@ -21,10 +21,11 @@ from torch import Tensor
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Target
 from draftloop.drafters.dflash import BlockDrafter
-from draftloop.drafters.write import write_all, write_next
+from draftloop.drafters.write import WriteOptions, write_all, write_next
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Cost, Phase
 from draftloop.kvcache.rows import NO_DRAFT, RowState
+from draftloop.models.output_head import Vocabulary
 
 
 class DSparkDrafter(BlockDrafter):
@@ -70,7 +71,9 @@ class DSparkDrafter(BlockDrafter):
         heads = self.model.heads
         assert heads is not None
         # what the heads add is of the whole vocabulary
-        logits_NW = self.model.vocabulary.whole(self.model.logits(hidden_RKC.flatten(0, 1)))
+        vocabulary = self.model.vocabulary
+        logits_NW = vocabulary.whole(self.model.logits(hidden_RKC.flatten(0, 1)))
+        options: WriteOptions = {**self.write_options, "vocabulary": Vocabulary(vocabulary.size)}
         logits_RKW = logits_NW.unflatten(0, hidden_RKC.shape[:2])
         config, token_R, previous_RN = heads.config, bonus_R, None
         memory_RN = hidden_RKC.new_zeros(hidden_RKC.shape[0], config.markov_rank)
@@ -80,7 +83,7 @@ class DSparkDrafter(BlockDrafter):
                 previous_RN = heads.embed(token_R)
                 correction_RW, memory_RN = heads.correct(previous_RN, hidden_RC, memory_RN)
                 logits_RW = logits_RW + correction_RW
-            write_next(state, rows_R, logits_RW, first=draft == 0, sampled=sampled, **self.write_options)
+            write_next(state, rows_R, logits_RW, first=draft == 0, sampled=sampled, **options)
             # NO_DRAFT where a row may draft no more, and then what follows is not written either
             token_R = state.drafts_MK[:, draft].index_select(0, rows_R)
             if config.confidence:

@@ -27,7 +27,7 @@ from draftloop.attention.tree import path_slot, tree_batch
 from draftloop.drafters.base import Rounds, count_name, sampled_name
 from draftloop.drafters.head import HeadConfig, HeadDrafter
 from draftloop.drafters.tree import LevelTables, TreeDrafts
-from draftloop.drafters.write import write_next
+from draftloop.drafters.write import WriteOptions, write_next
 from draftloop.graphs.phase import Cost, GraphMode, Launch, Pad, Phase, Slot, Unit
 from draftloop.kernels.rms_norm import Store
 from draftloop.kvcache.rows import RowState
@@ -134,7 +134,6 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
         tree = None if self.tree.is_chain else TreeDrafts(self.tree, state, device)
         num_states, width = (state.padding_row + 1) * (tree.num_states if tree else 1), self.config.model.hidden_size
         hidden_MC = self.hidden_MC = torch.zeros(num_states, width, dtype=self.target.dtype, device=device)
-        longest = self.longest
         num_embedded = head.embed_tokens.shape[0]
         num_known = self.target.vocab_size if self.config.has_map else min(head.vocabulary.size, self.target.vocab_size)
 
@@ -142,8 +141,12 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
             # an id past our table (the target's may be padded further), and NO_DRAFT, have no embedding: any will do
             return ids.clamp(0, num_embedded - 1)
 
-        def known_logits(logits_NW: Tensor) -> Tensor:
-            return head.vocabulary.whole(logits_NW)[:, :num_known]
+        options: WriteOptions = {
+            "vocab_size": num_known,
+            "vocabulary": head.vocabulary,
+            "target_ids_W": head.target_ids_W,
+            "longest": self.longest,
+        }
 
         def state_rows(rows: Tensor) -> Tensor:
             return rows * tree.num_states if tree else rows
@@ -151,19 +154,9 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
         def draft(rows: Tensor, head_input_RC: Tensor, *, sampled: bool, first: bool) -> Mapping[str, Tensor]:
             logits_RW = head.logits(head_input_RC)
             if tree:
-                tree.write(tree.levels[0], rows, known_logits(logits_RW), head.target_ids_W, longest)
-                return {}
-            write_next(
-                state,
-                rows,
-                logits_RW,
-                vocab_size=num_known,
-                sampled=sampled,
-                first=first,
-                vocabulary=head.vocabulary,
-                target_ids_W=head.target_ids_W,
-                longest=longest,
-            )
+                tree.write(tree.levels[0], rows, logits_RW, **options)
+            else:
+                write_next(state, rows, logits_RW, sampled=sampled, first=first, **options)
             return {}
 
         def prompt(
@@ -231,7 +224,7 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
             sources_T, targets_T = tree.states(rows, level.sources_P), tree.states(rows, level.targets_P)
             store = Store(hidden_MC, targets_T)
             head_input_TC = head(tokens.ids_T, hidden_MC, kv, batch, hidden_rows_T=sources_T, store=store)
-            tree.write(level, rows, known_logits(head.logits(head_input_TC)), head.target_ids_W, longest)
+            tree.write(level, rows, head.logits(head_input_TC), **options)
             return {}
 
         support = self.backend_class.graph_support(self.target.device.type)

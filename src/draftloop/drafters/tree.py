@@ -17,6 +17,7 @@ from draftloop.errors import ConfigError
 from draftloop.kernels.write_children import Children, write_children
 from draftloop.kernels.write_draft import DraftRows
 from draftloop.kvcache.rows import RowState
+from draftloop.models.output_head import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,26 @@ class TreeDrafts:
         """I"""
 
     def write(
-        self, level: LevelTables, rows_R: Tensor, logits_NW: Tensor, target_ids_W: Tensor | None, longest: int | None
+        self,
+        level: LevelTables,
+        rows_R: Tensor,
+        logits_NW: Tensor,
+        *,
+        vocabulary: Vocabulary,
+        vocab_size: int,
+        target_ids_W: Tensor | None,
+        longest: int | None,
     ) -> None:
-        """Choose the drafts behind a level's places; `logits_NW` are those of its places, row after row."""
-        state = self.state
+        """Choose the drafts behind a level's places; `logits_NW` are those of its places, row after row. The rest is as
+        in `write_next`.
+        """
+        state, most = self.state, level.children.most
         drafts = DraftRows(state.drafts_MK, state.num_drafted_M, state.draft_limit_M, state.num_tokens_M)
-        write_children(rows_R, logits_NW, drafts, level.children, target_ids_W, longest=longest)
+        if vocabulary.is_divided:
+            choice = vocabulary.maxima(logits_NW, known=vocab_size, most=most)
+        else:
+            choice = logits_NW[:, :vocab_size]
+        write_children(rows_R, choice, drafts, level.children, target_ids_W, longest=longest)
 
     def states(self, rows_R: Tensor, which_P: Tensor) -> Tensor:
         """int32 [R * P]: where these of each row's hidden states are."""

@@ -5,6 +5,8 @@ Shape suffixes: R rows, K drafts, J drafts of each row that come at once, N = R 
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,15 @@ from draftloop.models.output_head import Vocabulary
 from draftloop.sampling.draw_drafts import draw_drafts_triton
 from draftloop.sampling.noise import Stream, gumbel_argmax, in_block
 from draftloop.sampling.sampler import SamplingRows, probabilities
+
+
+class WriteOptions(TypedDict):
+    """What `write_next` and `write_block` take of a drafter, whatever it drafts."""
+
+    vocab_size: int
+    vocabulary: Vocabulary
+    target_ids_W: Tensor | None
+    longest: int | None
 
 
 def write_all(state: RowState, rows_R: Tensor, drafts_RK: Tensor) -> None:

@@ -36,7 +36,7 @@ def maxima_torch(x_NV: Tensor, *, first: int = 0, num_live: int | None = None) -
     return (key_N1.long() << 32) | (UNPACK - first - index_N1)
 
 
-@jit("size", "first")
+@jit("first")
 def _chunk_kernel(x_ptr, best_ptr, x_stride, size, first, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One row, one chunk: value and index of the best element in one integer that compares as they do."""
     row = tl.program_id(0).to(tl.int64)

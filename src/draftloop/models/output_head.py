@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftloop.distributed.group import ALONE, Group
 from draftloop.kernels.argmax import argmax, best_index, chunk_maxima, maxima_torch, takes_argmax, unpack_maxima
+from draftloop.kernels.write_children import top
 from draftloop.models.shards import Shard, Slices
 
 
@@ -60,14 +61,19 @@ class Vocabulary:
             return logits_TW
         return self.group.all_gather(logits_TW, -1)[:, : self.size].contiguous()
 
-    def maxima(self, logits_TW: Tensor, *, known: int | None = None) -> Tensor:
+    def maxima(self, logits_TW: Tensor, *, known: int | None = None, most: int = 1) -> Tensor:
         """int64 [T, N], the same on every rank: packed as by `argmax.chunk_maxima`, the largest of a row is its
-        likeliest token, of several the one with the lowest id. Entries from `known` on are left out.
+        likeliest token, of several the one with the lowest id. The `most` likeliest are among them. Entries from
+        `known` on are left out.
         """
         end = self.size if known is None else min(self.size, known)
         num_live = min(max(end - self.first, 0), self.width)
-        pack = chunk_maxima if takes_argmax(logits_TW) else maxima_torch
-        return self.group.all_gather(pack(logits_TW, first=self.first, num_live=num_live), -1)
+        if most > 1:
+            best_TN = top(logits_TW, most, first=self.first, num_live=num_live)
+        else:
+            pack = chunk_maxima if takes_argmax(logits_TW) else maxima_torch
+            best_TN = pack(logits_TW, first=self.first, num_live=num_live)
+        return self.group.all_gather(best_TN, -1)
 
     def likeliest(self, logits_TW: Tensor, *, known: int | None = None) -> Tensor:
         """int64 [T], the same on every rank: the likeliest token, as `maxima` has it."""
