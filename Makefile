@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Through the environment, so that quotes in a prompt survive.
 export PROMPT
 
-.PHONY: help run test gpu-test bench lint format types layers page docs sbom install install-dev browser clean
+.PHONY: help run test gpu-test bench lint format types layers page docs pictures sbom install install-dev browser clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ docs: $(VENV)/bin/python ## build the documents as a site: build/site
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install --quiet --group docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+pictures: install-dev browser ## draw docs/pictures anew, from a run and from docs/numbers
+	@$(BIN)/python tools/pictures.py
 
 sbom: install-dev ## what draftloop is installed with here, as CycloneDX: build/sbom.json
 	@mkdir -p build

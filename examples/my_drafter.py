@@ -1,15 +1,14 @@
 """A drafter from outside of draftloop, in one file: text that repeats itself with a fixed period, as tables do.
 
-Its package makes it known by an entry point, in pyproject.toml:
+Its package makes it known by an entry point in pyproject.toml:
 
     [project.entry-points."draftloop.drafters"]
     period = "my_drafter:PeriodDrafter"
 
 Then it is a method like any other, captured into graphs like any other:
 
-    LLM("smollm2-135m", speculative_config={
-        "method": "period", "num_speculative_tokens": 4, "drafter_options": {"period": 12},
-    })
+    spec = {"method": "period", "num_speculative_tokens": 4, "drafter_options": {"period": 12}}
+    LLM("smollm2-135m", speculative_config=spec)
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class PeriodDrafter(Drafter):
         if given:
             raise ConfigError(f"drafter_options has {', '.join(map(repr, given))}; 'period' takes 'period' alone")
         if not isinstance(self.period, int) or self.period < self.num_drafts:
-            raise ConfigError(
-                f"drafter_options has period {self.period!r}; it must be an integer of at least "
-                f"num_speculative_tokens, {self.num_drafts}"
-            )
+            raise ConfigError(f"drafter_options has period {self.period!r}; it must be an int >= {self.num_drafts}")
 
     def phases(self, state: RowState, caches: Sequence[Tensor]) -> list[Phase]:
         index_K = torch.arange(self.num_drafts, device=self.target.device)

@@ -189,3 +189,56 @@ def test_a_file_that_is_no_result_is_named(tmp_path, text):
 def test_a_file_counts_as_many_rows_as_it_holds():
     rows = newest_rows([run("a.json", {"batch": 1}, {"batch": 8}, {"batch": 8, "value": 1.0})])
     assert [found.row["batch"] for found in rows] == [1, 8]
+
+
+# ---- figures in prose -----------------------------------------------------------------------
+
+README = NUMBERS.parents[1] / "README.md"
+
+
+def cells(text: str) -> list[list[str]]:
+    """Of each line of a table, without marks of bold type."""
+    return [
+        [cell.strip().replace("*", "") for cell in one.strip("|").split("|")]
+        for one in text.splitlines()
+        if one.startswith("|")
+    ]
+
+
+def test_the_readme_has_the_pages_figures():
+    page_rows = {(row[0], row[1]): set(row[2:]) for row in cells((NUMBERS / PAGE).read_text(encoding="utf-8"))}
+    section = README.read_text(encoding="utf-8").partition("## How fast a step is")[2].partition("\n## ")[0]
+    rows = cells(section)[2:]
+    assert len(rows) >= 8
+    for what, batch, *figures in rows:
+        assert set(figures) - {"-"} <= page_rows[what, batch], f"{what}, {batch}: copy it from {PAGE}"
+
+
+def test_speeds_and_ratios_of_drafters_are_those_of_the_files_that_are_named():
+    """Rows of README.md; batches of the table in choosing_a_drafter.md."""
+
+    def speeds(name: str) -> list[dict[str, Any]]:
+        rows = json.loads((NUMBERS / name).read_text())["rows"]
+        return [row for row in rows if row["metric"] == "tokens_per_s"]
+
+    def ratio(row: dict[str, Any], plain: dict[int, float]) -> str:
+        return f"{row.get('ratio', row['value'] / plain[row['batch']]):.2f}x"
+
+    plain = {row["batch"]: row["value"] for row in speeds("2026-11-30-h200-load-none.json")}
+    section = README.read_text(encoding="utf-8").partition("## What speculation gives")[2].partition("\n## ")[0]
+    for _, batch, drafter, length, speed, gain, file in cells(section)[2:]:
+        found = speeds(file.rpartition("/")[2].rstrip(")"))
+        drafts = int(drafter.split(", ")[1][0]) if ", " in drafter else 0
+        (row,) = [row for row in found if row["batch"] == int(batch) and row["k"] == drafts]
+        assert length == f"{row['acceptance_length']:.2f}"
+        assert speed in (f"{row['value']:.1f}", f"{row['value']:.0f}")
+        assert gain == (ratio(row, plain) if drafts else "")
+
+    text = (NUMBERS.parent / "choosing_a_drafter.md").read_text(encoding="utf-8")
+    table = cells(text.partition("## Where speculation loses")[2].partition("\n\n(")[0])[2:]
+    columns = [
+        {row["batch"]: row for row in speeds(f"2026-11-30-h200-load-{k}.json")} for k in ("k1", "k3", "k5", "adaptive")
+    ]
+    for batch, none, *gains in table:
+        assert none == f"{plain[int(batch)]:,.0f}"
+        assert gains == [ratio(column[int(batch)], plain) for column in columns]

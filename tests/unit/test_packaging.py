@@ -1,17 +1,29 @@
 """What is installed from a wheel and an sdist."""
 
+import json
 import os
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import draftloop
+from draftloop import cli
+
 ROOT = Path(__file__).parents[2]
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 NEEDED = (
     "draftloop/py.typed",
     "draftloop/server/page/index.html",
@@ -74,5 +86,18 @@ def test_the_image_runs_as_a_user_of_its_own_and_copies_what_the_build_needs():
     words = [line.split()[0] for line in last if line and line[0] != " "]
     assert words.index("USER") < words.index("ENTRYPOINT")
     assert {"VOLUME", "HEALTHCHECK"} <= set(words)
+    instructions = dict(
+        line.split(maxsplit=1) for line in (ROOT / "Dockerfile").read_text().splitlines() if "[" in line
+    )
+    command = json.loads(instructions["ENTRYPOINT"]) + json.loads(instructions["CMD"])
+    assert command[0] in project()["scripts"]
+    cli.app.parse_args(command[1:], exit_on_error=False, print_error=False)
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert allowed == {"LICENSE", "NOTICE", "README.md", "pyproject.toml", "src"}
+
+
+def test_one_version_stands_everywhere():
+    assert project()["version"] == draftloop.__version__
+    assert f"version: {draftloop.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    extras = next(line for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("ARG EXTRAS="))
+    assert set(extras.partition("=")[2].split(",")) <= set(project()["optional-dependencies"])

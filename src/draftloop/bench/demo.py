@@ -63,6 +63,8 @@ class Demo:
             self._warm_up()
         self.main = self._answer(inputs, self.speculative, write)
         if self.speculative and compare:
+            if write is not None:
+                print("(once more without speculation, to compare)", file=sys.stderr)
             self.llm.reset_prefix_cache()  # both passes read the prompts
             self.plain = self._answer(inputs, False, None)
 

@@ -82,7 +82,7 @@ class GraphReport:
 
     def format(self) -> str:
         """A table of one line per phase: captured row (or token) sizes, time of the smallest and largest."""
-        lines = [f"{'phase':<24}{'mode':<11}{'captured sizes':<34}{'ms':>14}{'MiB':>8}  not captured"]
+        lines = [("phase", "mode", "captured sizes", "ms", "MiB", "not captured")]
         for phase in dict.fromkeys(row.phase for row in self.rows):
             mine = [row for row in self.rows if row.phase == phase]
             graphs = [row for row in mine if row.captured]
@@ -98,15 +98,23 @@ class GraphReport:
                 mib = f"{sum(row.mib or 0 for row in graphs):.0f}"
             else:
                 span = ms = mib = "-"
-            mode = graphs[0].mode if graphs else "NONE"
-            lines.append(f"{phase:<24}{mode:<11}{span:<34}{ms:>14}{mib:>8}  {why}")
+            lines.append((phase, graphs[0].mode if graphs else "NONE", span, ms, mib, why))
         for phase in dict.fromkeys(row.phase for row in self.loops):
             mine = [row for row in self.loops if row.phase == phase]
             times = [row.ms_to_make for row in mine if row.ms_to_make is not None]
             made = f"{sum(times):.0f} to make" if times else "first use"
-            span = f"rows {_sizes([row.rows for row in mine])}"
-            lines.append(f"{phase:<24}{'loop':<11}{span:<34}{made:>14}")
-        return "\n".join(line.rstrip() for line in lines)
+            lines.append((phase, "loop", f"rows {_sizes([row.rows for row in mine])}", made, "", ""))
+        return _align(lines)
+
+
+def _align(lines: list[tuple[str, ...]]) -> str:
+    """Columns as wide as what is in them; numbers, the fourth and fifth, to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = "<<<>><"
+    return "\n".join(
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 def _sizes(sizes: list[int]) -> str:
