@@ -254,6 +254,7 @@ def test_bench_latency(monkeypatch, tmp_path, sizes):
         (["bench", "latency", "--batch-sizes", "0"], "--batch-sizes is 0; it must be at least 1"),
         (["bench", "latency", "--repeats", "0"], "--repeats is 0; it must be at least 1"),
         (["frob"], 'Unknown command "frob"'),
+        (["run", "name", "three", "rivers"], "nothing takes 'three rivers'; quote texts with spaces"),
     ],
 )
 def test_mistakes_are_one_line_and_start_nothing(argv, message, capsys):

@@ -40,12 +40,19 @@ class Judged:
     """Verify steps; each gives the accepted drafts and one token more."""
 
 
-def judge(text: str, schema: dict[str, Any]) -> str:
-    """Why a text is not JSON of this schema; empty where it is. Raises ConfigError without the package jsonschema."""
+def _jsonschema() -> Any:
     try:
         import jsonschema
     except ImportError as error:
-        raise ConfigError(f"jsonschema cannot be imported ({error}); install draftloop[bench]") from error
+        raise ConfigError(
+            "judging answers needs jsonschema, which is not installed: pip install 'draftloop[bench]'"
+        ) from error
+    return jsonschema
+
+
+def judge(text: str, schema: dict[str, Any]) -> str:
+    """Why a text is not JSON of this schema; empty where it is. Raises ConfigError without the package jsonschema."""
+    jsonschema = _jsonschema()
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -116,6 +123,7 @@ def run_structured(
 ) -> Path:
     """Measure, print a table and what is invalid, write the numbers, return the file."""
     asked = schema_prompts(num_prompts)
+    _jsonschema()  # before minutes are spent
     llm = LLM.from_config(config)
     try:
         judged = [

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 import draftloop
 from draftloop.bench import prompts as prompt_sets
@@ -61,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         environment = Environment.read()
         log.setup(environment.log_level, environment.log_format)
         app(argv, exit_on_error=False, print_error=False, result_action="return_value")
+    except UnusedCliTokensError as error:
+        words = " ".join(error.unused_tokens or ())
+        print(f"draftloop: nothing takes {words!r}; quote texts with spaces: --prompt 'two words'", file=sys.stderr)
+        sys.exit(2)
     except (DraftloopError, CycloptsError) as error:
         logger.debug("where it happened", exc_info=True)
         print(f"draftloop: {' '.join(str(error).split())}", file=sys.stderr)

@@ -151,7 +151,7 @@ class ArcticTrees:
         except ImportError as error:
             raise ConfigError(
                 f"suffix_decoding_backend is 'arctic', but arctic-inference cannot be imported ({error}); "
-                "install draftloop[suffix], or leave it out"
+                "pip install 'draftloop[suffix]', or leave it out"
             ) from error
         self.limits = limits
         self.cache = SuffixDecodingCache(limits.depth, limits.cached_requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ class GraphReport:
 
     def format(self) -> str:
         """A table of one line per phase: captured row (or token) sizes, time of the smallest and largest."""
-        lines = [("phase", "mode", "captured sizes", "ms", "MiB", "not captured")]
+        lines: list[Sequence[str]] = [("phase", "mode", "captured sizes", "ms", "MiB", "not captured")]
         for phase in dict.fromkeys(row.phase for row in self.rows):
             mine = [row for row in self.rows if row.phase == phase]
             graphs = [row for row in mine if row.captured]
@@ -107,7 +108,7 @@ class GraphReport:
         return _align(lines)
 
 
-def _align(lines: list[tuple[str, ...]]) -> str:
+def _align(lines: Sequence[Sequence[str]]) -> str:
     """Columns as wide as what is in them; numbers, the fourth and fifth, to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     sides = "<<<>><"
