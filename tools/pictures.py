@@ -188,7 +188,7 @@ def draw_iteration() -> str:
             out.append(f'<text x="{x + 10:.1f}" y="{top + 48}">{text}</text>')
         x += width
     end = left + took * scale
-    out.append(f'<text x="{end + 10:.1f}" y="{top + 48}">accept, then five passes of the head</text>')
+    out.append(f'<text x="{end + 10:.1f}" y="{top + 48}">accept, draft five</text>')
     arc = f"M{end:.1f} {top + 22}C{end:.1f} {top - 6} {left} {top - 6} {left} {top + 18}"
     out.append(f'<path class="line draft" d="{arc}" marker-end="url(#arrow)"/>')
     label = "the device repeats it, up to 64 times per launch"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,18 @@ def test_examples_are_short_and_all_of_them_run_in_tests():
     assert found == tested | ELSEWHERE
     for name in found:
         assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 60, name
+
+
+def test_python_in_the_readme_runs_as_it_is_written_and_the_report_is_read_as_graphs_says(capsys):
+    said: dict[str, Any] = {}
+    for name in ("README.md", "docs/graphs.md"):
+        text = (EXAMPLES.parent / name).read_text(encoding="utf-8")
+        (code,) = [code for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "llm" in code]
+        exec(compile(code, name, "exec"), said)
+    said["llm"].close()
+    out = capsys.readouterr().out
+    assert "River" in out
+    assert "target.verify 1 FULL" in out
 
 
 def test_offline(example, capsys):

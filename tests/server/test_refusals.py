@@ -29,6 +29,7 @@ def server():
     ("path", "fields", "param", "message"),
     [
         (COMPLETIONS, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        (COMPLETIONS, {"messages": []}, "messages", "it belongs to /v1/chat/completions"),
         (COMPLETIONS, {"best_of": 3}, "best_of", "not supported"),
         (COMPLETIONS, {"temperature": "hot"}, "temperature", "valid number"),
         (COMPLETIONS, {"temperature": -1}, "temperature", ">= 0"),

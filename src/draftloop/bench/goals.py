@@ -8,10 +8,15 @@ GPU = "NVIDIA H200"
 PROMPT_TOKENS = 512
 
 SOURCE = f"""\
-vLLM 0.26.0 and SGLang 0.5.17 were measured on the same kind of GPU in November 2026 with the method of `tpot_ms`:
-shapes without weights, bf16, {PROMPT_TOKENS} random prompt tokens, forced acceptance; (time for 16 + n tokens - time
-for 16) / n over the whole batch, n = 64 to 128, median of 3, times the acceptance length. SGLang ran with its overlap
-scheduler; of its attention backends the faster one counts in each row."""
+vLLM 0.26.0 and SGLang 0.5.17 were measured on the same kind of GPU in November 2026: shapes without weights, bf16,
+{PROMPT_TOKENS} random prompt tokens, forced acceptance; (time for 16 + n tokens - time for 16) / n over the whole
+batch, n = 64 to 128, median of 3, times the acceptance length. SGLang ran with its overlap scheduler; of its attention
+backends the faster one counts in each row. Their command lines were not kept.
+
+draftloop's iterations are read off the host's clock while every row decodes. Whole generations end with rows that were
+unlucky: with vLLM, which draws acceptance for each request, that is 2 to 4 % of a batch's time; with SGLang, which
+draws it for the batch, nothing. draftloop draws for each draft, so that its own whole generations (`tpot_ms` in the
+files) hold up to 18 % of it and say little about a step."""
 
 GROWTH = 1.5
 """From 1 row to 32 an iteration may grow by at most this many times what its floor grows by."""

@@ -374,5 +374,5 @@ def drafter_class(spec: SpeculativeConfig) -> type[Drafter]:
             f"{spec.num_speculative_tokens}; leave it out (1, which other engines ask for, is taken too)"
         )
     if cls.drafts and spec.num_speculative_tokens is None:
-        raise ConfigError(f"speculative method {method!r} needs num_speculative_tokens, 1 to 32")
+        raise ConfigError(f"speculative method {method!r} needs num_speculative_tokens, 1 to 32 (--spec-tokens)")
     return cls

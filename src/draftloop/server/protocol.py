@@ -23,6 +23,9 @@ NOT_SUPPORTED = frozenset({
 # fmt: on
 """Known elsewhere; refused by name unless their value asks for nothing."""
 
+ELSEWHERE = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
+"""What each route has that the other has not."""
+
 ASK_FOR_NOTHING: Mapping[str, Any] = {
     "best_of": 1,
     "length_penalty": 1.0,
@@ -54,7 +57,8 @@ class Body(BaseModel):
                 if kept[name] != ASK_FOR_NOTHING.get(name, kept):
                     raise unsupported(name)
             else:
-                hint = nearest(name, cls.model_fields)
+                route = ELSEWHERE.get(name)
+                hint = f"; it belongs to {route}" if route else nearest(name, cls.model_fields)
                 raise ApiError(400, f"unknown parameter {name!r}{hint}", param=name, code="unknown_parameter")
         return kept
 

@@ -182,7 +182,9 @@ def _start_proxies(options: ServerOptions) -> str:
             controller_options=ControllerOptions(runtime_env={"env_vars": environment}),
         )
     except (RuntimeError, OSError) as error:
-        raise ConfigError(f"cannot listen at {options.host}:{port}: {error}") from error
+        raise ConfigError(
+            f"cannot listen at {options.host}:{port}: {error}; choose another --port or --host"
+        ) from error
     return f"{'https' if options.ssl_certfile else 'http'}://{options.host}:{port}"
 
 

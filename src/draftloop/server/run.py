@@ -63,7 +63,9 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot listen at {host}:{port}: {error.strerror or error}; choose another --port or --host"
+        ) from error
 
 
 class _Server(uvicorn.Server):
