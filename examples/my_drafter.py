@@ -7,8 +7,7 @@ Its package makes it known by an entry point in pyproject.toml:
 
 Then it is a method like any other, captured into graphs like any other:
 
-    spec = {"method": "period", "num_speculative_tokens": 4, "drafter_options": {"period": 12}}
-    LLM("smollm2-135m", speculative_config=spec)
+    LLM(.., speculative_config={"method": "period", "num_speculative_tokens": 4, "drafter_options": {"period": 12}})
 """
 
 from __future__ import annotations
