@@ -70,13 +70,16 @@ clean: ## remove .venv and caches
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "draftloop needs Python 3.11 or later; install it, or say make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is not Python 3.11 or later; leave PYTHON out, or name another" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "$(PYTHON) cannot make virtual environments; install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }
 
 # Keyed on what decides the environment's contents, so that a second run starts at once.
 $(VENV)/.installed: pyproject.toml tools/install_torch.sh | $(VENV)/bin/python
 	@echo "Installing draftloop into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' || { \
+		echo "pip cannot download: is there a network, and is pip's index the right one (pip config list)?" >&2; exit 1; }
 	@tools/install_torch.sh $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --editable .
 	@touch $@

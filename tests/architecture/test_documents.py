@@ -108,3 +108,23 @@ def test_messages_in_troubleshooting_are_those_of_the_source():
         if not any(all(part in message for part in parts) for message in said):
             unknown.append(phrase)
     assert not unknown
+
+
+def test_files_and_names_that_are_mentioned_exist():
+    package = ROOT / "src/draftloop"
+    source = "\n".join(path.read_text() for path in (*package.rglob("*.py"), *package.rglob("*.cu")))
+    known = {
+        path.name for folder in ("src", "tests", "tools", "examples", "docs") for path in (ROOT / folder).rglob("*.*")
+    }
+    missing = []
+    for path in DOCUMENTS:
+        for name in re.findall(r"`([^`\n]+)`", BLOCK.sub("", path.read_text())):
+            if re.fullmatch(r"[\w./*-]+\.(?:py|cu|ts|sh|md)", name):  # relative to the package or to the repository
+                there = name in known or any(any(base.glob(name)) for base in (package, ROOT, path.parent))
+            elif found := re.fullmatch(r"([A-Z]\w+)\.(_?[a-z]\w+)(?:\(.*\))?", name):  # Class.method
+                there = all(re.search(rf"\b{part}\b", source) for part in found.groups())
+            else:
+                continue
+            if not there:
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not missing

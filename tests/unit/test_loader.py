@@ -108,6 +108,7 @@ def refused(words: list[str], name: str, **settings: Any) -> None:
 
 def test_unknown_names_are_refused_with_what_is_known(tmp_path: Path) -> None:
     refused(["'smollm2'", "did you mean 'smollm2-135m'", "llama-3.1-8b", "hub id", "local folder"], "smollm2")
+    refused(["a prompt is what --prompt takes"], "Why is the sky blue?")
     refused(["'/no/such/folder'", "does not exist"], "/no/such/folder")
     refused([str(tmp_path), "has no config.json"], str(tmp_path))
     refused(["'llama-3.1-8b'", "without weights", "'dummy'"], "llama-3.1-8b")

@@ -278,6 +278,8 @@ def _unknown(name: str) -> str:
     known = [*ALIASES, *PRESETS, *shipped()]
     if "/" in name or name.startswith((".", "~")):
         return f"model folder {name!r} does not exist; check the path"
+    if " " in name:
+        return f"unknown model {name!r}; a prompt is what --prompt takes"
     return (
         f"unknown model {name!r}{nearest(name, known)} A model is a local folder, a hub id such as "
         f"{next(iter(ALIASES.values()))!r}, an alias ({', '.join(ALIASES)}), "
