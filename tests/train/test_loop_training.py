@@ -256,7 +256,8 @@ def test_every_method_has_options_and_options_of_one_name_one_type():
 
 
 def given(**changes):
-    return options_from({option.name: option.default for option in train_options()} | changes)
+    defaults = {option.name: option.default for option in train_options()}
+    return options_from(defaults | {"target": TrainOptions.target} | changes)
 
 
 def test_the_command_gives_options_to_the_method():

@@ -18,8 +18,9 @@ _METHOD = Group.create_ordered("Of one method")
 
 def train_options() -> list[inspect.Parameter]:
     docs, types_ = field_docs(TrainOptions), field_types(TrainOptions)
-    fields = dataclasses.fields(TrainOptions)
-    options = [make_option(f.name, types_[f.name], f.default, _TRAINING, docs[f.name]) for f in fields]
+    # hours of work are begun for a model that was named, and no other
+    defaults = {f.name: f.default for f in dataclasses.fields(TrainOptions)} | {"target": inspect.Parameter.empty}
+    options = [make_option(name, types_[name], value, _TRAINING, docs[name]) for name, value in defaults.items()]
     for name, (methods, annotation, help) in _method_options().items():
         # left out is not the same as the default: a method refuses what it does not use
         options.append(make_option(name, annotation | None, None, _METHOD, f"{', '.join(methods)}: {help}"))
