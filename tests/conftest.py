@@ -8,6 +8,13 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long examples take says what else the machine does. Those that share a fixture leave it as they found it.
+settings.register_profile(
+    "draftloop", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("draftloop")
 
 # Before anything imports torch: each xdist worker would otherwise start one thread per core.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -13,7 +13,7 @@ import torch
 
 from draftloop.distributed.group import Group, join, leave
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def on_ranks(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftloop.config.engine import EngineConfig
 from draftloop.distributed.group import ALONE, Group
-from draftloop.distributed.launcher import Ranks
+from draftloop.distributed.launcher import LONGEST_STEP, Ranks
 from draftloop.distributed.replica import Replica
 from draftloop.engine import startup
 from draftloop.engine.llm import LLM
@@ -36,7 +36,7 @@ from experts import CONFIGS, tiny_experts
 from helpers import drafting_spec, greedy, oracle, prompts, tiny_model
 from ranks import on_ranks
 
-WATCHDOG_S = 60
+WATCHDOG_S = 240
 VARIANTS = {kind.value for kind in SamplingKind}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3}
 
@@ -187,7 +187,7 @@ def model_of(method: str) -> str:
 
 def _both(whole: Group, device: str = "cpu") -> dict[str, Any]:
     """Every case on every engine."""
-    faulthandler.dump_traceback_later(WATCHDOG_S if device == "cpu" else 5 * WATCHDOG_S, exit=True)
+    faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
     group = LoggedGroup(torch.distributed.group.WORLD)
     startup.check_engines = lambda *args: None  # type: ignore[assignment]
     exchange_tokens(group)
@@ -304,7 +304,7 @@ def _survives(group: Group) -> tuple[str, float]:
         return f"{type(error).__name__}: {error}", time.monotonic() - begin
 
 
-def test_a_rank_that_is_killed_is_noticed_within_ten_seconds() -> None:
+def test_a_rank_that_is_killed_is_noticed_long_before_the_longest_step_is_over() -> None:
     (message, seconds), *_ = on_ranks(_survives, 2, expected=1)
-    assert seconds < 10
+    assert seconds < LONGEST_STEP.total_seconds() / 2
     assert "RankError: rank 0 of 2 waited in vain for the others before step" in message

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draftloop.config.engine import EngineConfig
-from draftloop.distributed.group import ALONE
+from draftloop.distributed.group import ALONE, TIMEOUT
 from draftloop.distributed.launcher import Ranks
 from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.follower import gather
@@ -268,14 +268,18 @@ def test_torchrun_must_have_started_as_many_processes(monkeypatch):
 
 # ---- life and death -------------------------------------------------------------------------
 
+PATIENCE_S = 120
+
 SCRIPT = """
 import sys, time
 from draftloop import LLM, SamplingParams
+from draftloop.distributed import followers
+followers.GRACE_S = 0.5
 llm = LLM({model!r}, tensor_parallel_size=2, device="cpu", max_model_len=128, max_num_seqs=2)
 params = SamplingParams(temperature=0, max_tokens=8)
 print(llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids, flush=True)
 if "wait" in sys.argv:
-    time.sleep(60)
+    time.sleep(600)
 llm.close()
 """
 
@@ -285,7 +289,7 @@ def test_by_torchrun_rank_0_runs_the_script():
     script = Path(tiny_model()).parent / "two_ranks.py"
     script.write_text(SCRIPT.format(model=tiny_model()))
     command = [torchrun, "--standalone", "--nproc-per-node=2", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     expected = answers(engine().generate([[1, 2, 3]], greedy(8)))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str(expected[0])], "once, by rank 0"
@@ -300,7 +304,7 @@ def test_a_killed_rank_is_noticed_with_the_cause():
     begin = time.monotonic()
     with pytest.raises(RankError, match="rank 1 has ended: killed by signal 9"):
         _ = [llm.generate([[1, 2, 3]], greedy(4)) for _ in range(10_000)]
-    assert time.monotonic() < begin + 10
+    assert time.monotonic() < begin + TIMEOUT.total_seconds() / 2, "only a collective's timeout has ended it"
     llm.close()
 
 
@@ -313,10 +317,8 @@ def test_a_process_that_notices_nothing_ends_too(tmp_path):
         assert job.stdout is not None
         assert job.stdout.readline()
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        begin = time.monotonic()
         os.kill(int(children[0]), signal.SIGKILL)
-        _, error = job.communicate(timeout=10)
-        assert time.monotonic() < begin + 10
+        _, error = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 1
     assert "rank 1 has ended: killed by signal 9" in error
 
@@ -330,7 +332,7 @@ def test_a_rank_whose_leader_is_gone_ends(tmp_path):
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         job.kill()
         begin = time.monotonic()
-        while Path(f"/proc/{children[0]}").exists() and time.monotonic() < begin + 10:
+        while Path(f"/proc/{children[0]}").exists() and time.monotonic() < begin + PATIENCE_S:
             time.sleep(0.05)
         assert not Path(f"/proc/{children[0]}").exists()
 

@@ -50,7 +50,7 @@ def counts(node: Node, depth: int, before: tuple[int, ...] = ()) -> Counter[tupl
 OPERATIONS = st.lists(st.tuples(st.integers(0, 2), st.one_of(st.integers(0, 2), st.just(None))), max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(OPERATIONS, st.integers(2, 5))
 def test_a_tree_counts_every_run_of_what_is_in_it(operations, depth):
     tree, live, texts = SuffixTree(depth), {}, {}
@@ -69,7 +69,7 @@ def test_a_tree_counts_every_run_of_what_is_in_it(operations, depth):
     assert tree.root.followed == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 def test_open_suffixes_and_advanced_matches_are_all_that_stood_before(ids):
     tree, sequence = SuffixTree(DEPTH), GrowingSequence()

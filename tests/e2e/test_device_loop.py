@@ -13,7 +13,7 @@ from draftloop.config.engine import EngineConfig
 from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError, GraphError
-from draftloop.graphs.ring import Ring
+from draftloop.graphs.ring import Ring, Stop, Word
 from draftloop.graphs.tape import Tape, TapeRecorder
 from draftloop.kvcache.rows import MAX_STOP_IDS
 from draftloop.request import SamplingParams
@@ -55,9 +55,18 @@ def ring(llm: LLM) -> Ring:
 
 @pytest.fixture
 def slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Iterations take longer than the host needs to answer them."""
-    replay = Tape.replay
-    monkeypatch.setattr(Tape, "replay", lambda tape: (time.sleep(0.02), replay(tape)))
+    """Iterations take as long as the host needs to take the last one out of the ring, or to interrupt."""
+    publish = Ring.publish
+
+    def publish_and_wait(ring: Ring, *args, **options) -> Stop:
+        stop, words = publish(ring, *args, **options), ring._words
+        while stop is Stop.NONE and words[Word.READ] < words[Word.PUBLISHED]:
+            if words[Word.INTERRUPT] >= words[Word.LAUNCH]:
+                break
+            time.sleep(0.001)
+        return stop
+
+    monkeypatch.setattr(Ring, "publish", publish_and_wait)
 
 
 # ---- the same tokens ------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def same(one: CompletionOutput, other: CompletionOutput) -> None:
         assert next(iter(mine.values())).logprob == pytest.approx(next(iter(theirs.values())).logprob, abs=2e-3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batch=batches())
 def test_whatever_is_drafted_every_token_is_what_the_request_asked_for(batch):
     llm = judged_engine()
@@ -226,7 +226,7 @@ def test_whatever_is_drafted_every_token_is_what_the_request_asked_for(batch):
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(batch=batches())
 def test_whole_steps_and_loops_of_them_do_what_the_request_asked_for(rule, batch):
     spec = {**near_drafter(), "rejection_sample_method": rule}

@@ -187,7 +187,6 @@ def test_any_traffic(case, request):
 
     test = settings(
         max_examples=request.config.getoption("--traffic-examples"),
-        deadline=None,
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )(given(how=engines, actions=traffic)(body))

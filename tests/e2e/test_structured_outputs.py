@@ -258,7 +258,7 @@ def test_a_grammar_is_compiled_once_and_nobody_waits_for_that_of_another(monkeyp
 
     def slowly(self, grammar):
         compiled.append(grammar)
-        go_on.wait(10)
+        go_on.wait()
         return compile_one(self, grammar)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slowly)

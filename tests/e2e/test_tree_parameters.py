@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import test_structured_outputs as grammars
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from test_parameters import PROMPTS, batches, judge, plain_text, run, same, target
 
 from draftloop.request import SamplingParams
@@ -53,7 +53,7 @@ def judged(request, patch):
     assert accepted > 1.3, "branches were accepted"
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12)
 @given(batch=batches())
 def test_every_token_is_what_the_request_asked_for_on_any_branch(judged, batch):
     llm, knowing = judged

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_phases import VOCAB, block_phase, modes, ragged_phase, simple_phase
 from torch import Tensor
@@ -18,7 +18,7 @@ from draftloop.graphs.tape import TapeRecorder
 from helpers import MODES, make_table
 
 QUERY = 3
-relaxed = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=20)
 
 
 # ---- sizes ----------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def largest_use(table: GraphTable, name: str) -> tuple[int, int]:
     return max(rows for rows, _ in sizes), max(tokens for _, tokens in sizes)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     num_seqs=st.integers(1, 70),
     num_drafts=st.integers(0, 8),

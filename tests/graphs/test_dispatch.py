@@ -19,7 +19,7 @@ def block_tables(ladder: list[int], lengths: list[int], setting: str, **options)
     return make_table([*phases, ragged_phase()], rows=ladder, tokens=ladder, setting=setting, capture=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     ladder=LADDERS,
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3, unique=True),
@@ -40,7 +40,7 @@ def test_every_dispatch_is_captured_and_every_capture_is_reachable(ladder, lengt
     assert found == captured
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ladder=LADDERS, rows=st.integers(1, 30))
 def test_the_smallest_graph_that_holds_the_batch_serves_it(ladder, rows):
     key = block_tables(ladder, [3], "FULL").key_for("verify.3", rows)

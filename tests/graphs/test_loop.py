@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -131,9 +132,11 @@ def test_a_host_that_stalls_loses_nothing_and_finds_nothing_overwritten(device):
     counting = Counting(device, num_slots=4)
     tokens, stops = [], []
     for _ in range(3):
-        loop = counting.launch(1, 100)
-        time.sleep(0.2)
-        assert counting.ring.published == 4 + len(stops) * 4
+        loop, full = counting.launch(1, 100), 4 * (1 + len(stops))
+        while counting.ring.published < full:
+            time.sleep(0.001)
+        time.sleep(0.05)  # in which it could go on
+        assert counting.ring.published == full
         stop, (new,), iterations = counting.all(loop, 1)
         tokens += new
         stops.append((stop, iterations))
@@ -157,13 +160,14 @@ def test_a_ring_smaller_than_the_loop_is_gone_through_again_and_again(device):
 
 
 def test_an_interrupt_ends_this_launch_within_two_iterations_and_no_later_one():
-    counting = Counting("cpu", num_slots=1000, body=lambda: None)
+    counting = Counting("cpu", num_slots=1000)
     slow = counting.table._entries[counting.table.key_for("count", 1)].loop
-    replay = slow.program.replay
-    slow.program.replay = lambda: (time.sleep(0.02), replay())  # longer than the host takes to ask
-    counting.take(loop := counting.launch(1, 900), 1)
+    replay, may_run = slow.program.replay, threading.Semaphore(1)
+    slow.program.replay = lambda: (may_run.acquire(), replay())
+    counting.take(loop := counting.launch(1, 900), 1)  # the next one waits
     before = counting.ring.published
     counting.ring.interrupt()
+    may_run.release(1000)
     stop, _, _ = counting.all(loop, 1)
     assert stop is Stop.INTERRUPTED
     assert counting.ring.published - before <= 2

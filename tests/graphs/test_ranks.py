@@ -32,7 +32,7 @@ def ran(table: GraphTable) -> list[tuple[int, int]]:
     live=st.lists(st.integers(0, 10), min_size=2, max_size=4),
     setting=st.sampled_from(["FULL", "PIECEWISE"]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_all_ranks_run_the_graph_of_the_agreed_size(ladder: list[int], live: list[int], setting: str) -> None:
     agreed = max(1, *live)
     sizes = []
@@ -48,7 +48,7 @@ def test_all_ranks_run_the_graph_of_the_agreed_size(ladder: list[int], live: lis
 
 
 @given(ladder=LADDER, rows=st.integers(1, 9), more=st.integers(0, 9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_larger_of_live_and_agreed_rows_decides(ladder: list[int], rows: int, more: int) -> None:
     table = make_table([block_phase("verify", 3)], rows=ladder, largest_rows=9)
     inputs = {"ids": torch.zeros(3 * rows, dtype=torch.int64), "scale": torch.ones(rows)}

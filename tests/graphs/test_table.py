@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_phases import VOCAB, block_phase, ragged_phase, simple_phase
 from torch import Tensor
@@ -14,7 +14,7 @@ from draftloop.graphs.table import GraphTable
 from helpers import make_table
 
 QUERY = 3
-relaxed = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=20)
 
 
 def inputs_for(rows: int, generator: torch.Generator, device: str, padded: int | None = None) -> dict[str, Tensor]:

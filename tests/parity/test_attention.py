@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from attention_cases import TOLERANCE, Case, backend, make, sinks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fake_flashinfer
@@ -177,7 +177,7 @@ def test_more_tokens_than_keys(name: str, device: torch.device) -> None:
 
 
 @NAMES
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12)
 @given(data=st.data())
 def test_random_ragged_batches(name: str, device: torch.device, data: st.DataObject) -> None:
     queries = st.integers(0, 20)

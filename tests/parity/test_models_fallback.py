@@ -57,7 +57,7 @@ def test_passes_side_by_side_do_not_mix(device: torch.device, tmp_path: Path, mo
         return [logits, *aux]
 
     alone = [run(length) for length in lengths]
-    meet, attend = threading.Barrier(len(lengths), timeout=30), model.backend.attend
+    meet, attend = threading.Barrier(len(lengths), timeout=120), model.backend.attend
 
     def attend_together(*args: Any, **options: Any) -> None:
         meet.wait()

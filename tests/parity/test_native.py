@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from draftloop.kernels.rope_write import rope_write, rope_write_torch
 from draftloop.kernels.silu_mul import silu_mul, silu_mul_torch
 
 INF, NAN = float("inf"), float("nan")
-MANY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=40)
 SEEDS = st.integers(0, 99)
 
 

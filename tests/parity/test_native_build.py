@@ -6,7 +6,6 @@ import logging
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,9 +48,7 @@ def test_the_second_process_finds_what_the_first_has_made(fresh: Path, monkeypat
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(subprocess, "run", refuse)
-    start = time.perf_counter()
     assert load(fresh) is not None
-    assert time.perf_counter() - start < 0.1
     assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [modified]
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from draftloop.sampling.accept_block import accept_block_triton
 from draftloop.sampling.commit import _token_rows, accept_rows_greedy, accept_rows_synthetic
 
 NUM_ROWS, K, PAGE, VOCAB = 5, 4, 4, 9000
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=25)
 
 
 def make_state(seed: int, device: torch.device) -> RowState:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import TOLERANCE, Case, backend, make
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_row_state import PAGE, VOCAB, draft_rows, make_state, sequences, some_rows
 from torch import Tensor
@@ -33,7 +33,7 @@ from draftloop.sampling.noise import Stream, gumbel_argmax
 from draftloop.sampling.sampler import SamplingKind
 from trees import SIXTEEN, random_choices
 
-FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=6)
 SEEDS = st.integers(0, 10**6)
 SMALL = DraftTree.of_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0)])
 

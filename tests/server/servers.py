@@ -30,10 +30,17 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if tools %}[tools {{ tools | length }}]{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+MAX_LEN = 8192
 LIMITS = ["--max-model-len", "2048", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(1 << 23), "--device", "cpu"]
+
+LONG_ANSWERS = ["--max-model-len", str(MAX_LEN), "--kv-cache-memory-bytes", str(1 << 25)]
+"""Room for answers that no machine has come to the end of when a test is done with them."""
 
 EAGER = ["--enforce-eager", "--spec-tokens", "0"]
 """Starts sooner; for what has nothing to do with either."""
+
+PATIENCE_S = 120.0
+"""Longest wait for anything that must happen, on a machine that is busy with other things."""
 
 
 @functools.cache
@@ -43,7 +50,7 @@ def byte_model() -> str:
 
     from helpers import tiny_model
 
-    folder = Path(tiny_model("served", vocab=VOCAB, eos=EOS, max_len=2048))
+    folder = Path(tiny_model("served", vocab=VOCAB, eos=EOS, max_len=MAX_LEN))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -68,7 +75,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
         connection = self.connect()
@@ -125,7 +132,7 @@ class Server:
                 found[name] = float(value)
         return found
 
-    def wait_until(self, is_so: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+    def wait_until(self, is_so: Callable[[], bool], *, timeout_s: float = PATIENCE_S) -> None:
         end = time.monotonic() + timeout_s
         while not is_so():
             assert time.monotonic() < end, f"not so after {timeout_s} s\n{self.log.read_text()}"
@@ -141,7 +148,7 @@ class Server:
         def is_free() -> bool:
             return self.get("/load") == {"server_load": 0} and not any(map(self.metrics().get, names))
 
-        self.wait_until(is_free, timeout_s=10)
+        self.wait_until(is_free)
 
     @property
     def engine_pids(self) -> list[int]:
@@ -160,7 +167,7 @@ class Server:
         """Ask it to end; the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(PATIENCE_S)
 
 
 def events(response: Any) -> Iterator[Any]:
@@ -177,9 +184,9 @@ def running(
     model: str | None = None,
     script: str | None = None,
     ready: bool = True,
-    silence_s: int = 15,
+    silence_s: int = 120,
     limits: Sequence[str] = LIMITS,
-    start_s: float = 30.0,
+    start_s: float = PATIENCE_S,
     **environment: str,
 ) -> Iterator[Server]:
     """A server over the byte model; `script` is the file of a scripted drafter's answers."""

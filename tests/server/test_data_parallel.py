@@ -6,13 +6,12 @@ import asyncio
 import json
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import openai
 import pytest
-from servers import EAGER, running
+from servers import EAGER, LONG_ANSWERS, PATIENCE_S, running
 
 from draftloop.config import EngineConfig
 from draftloop.engine.llm import LLM
@@ -21,12 +20,12 @@ from draftloop.server import client as client_module
 from draftloop.server.messages import AdapterCounters, Counters, Failed, total
 from helpers import tiny_model
 
-LONG = {"prompt": "x", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
+LONG = {"prompt": "x", "temperature": 0, "max_tokens": 8000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def server():
-    with running(*EAGER, "-dp", "2") as one:
+    with running(*LONG_ANSWERS, *EAGER, "-dp", "2") as one:
         yield one
 
 
@@ -80,16 +79,14 @@ def test_the_death_of_one_engine_ends_the_other_and_turns_health_red(server):
     with closing(connection):
         response.readline()
         first, second = server.engine_pids
-        begin = time.monotonic()
         os.kill(second, signal.SIGKILL)
-        server.wait_until(lambda: not server.is_healthy(), timeout_s=10)
-        assert time.monotonic() - begin < 10
+        server.wait_until(lambda: not server.is_healthy())
         rest = response.read().decode()
     status, _, data = server.request("GET", "/health")
     reason = json.loads(data)["error"]["message"]
     assert (status, reason) == (503, "the process of engine 1 has ended (exit code -9)")
     assert rest.rstrip().endswith("[DONE]")
-    server.wait_until(lambda: not os.path.exists(f"/proc/{first}") or first not in server.engine_pids, timeout_s=5)
+    server.wait_until(lambda: not os.path.exists(f"/proc/{first}") or first not in server.engine_pids)
     assert of_engines(server, "draftloop:engine_up") == [0, 0]
 
 
@@ -100,7 +97,7 @@ def test_a_server_that_is_told_to_end_lets_both_engines_finish():
         for connection, response in streams:
             with closing(connection):
                 assert '"finish_reason":"length"' in response.read().decode()
-        assert server.process.wait(15) == 0
+        assert server.process.wait(PATIENCE_S) == 0
 
 
 def test_what_one_engine_cannot_do_is_refused():

@@ -35,25 +35,26 @@ def compilers():
 
 
 def test_what_takes_too_long_is_given_up_and_the_next_one_compiled(compilers, tokenizer):
+    compilers.compile(StructuredOutputsParams(regex="a"), tokenizer, timeout_s=60)  # starts the process
     begin = time.monotonic()
     with pytest.raises(GrammarError, match=r"structured_outputs\.json takes more than 0.5 s or 2048 MiB to compile"):
         compilers.compile(StructuredOutputsParams(json=SLOW), tokenizer, timeout_s=0.5)
-    assert time.monotonic() - begin < 15, "starting a process is most of it"
-    assert compilers.compile(StructuredOutputsParams(regex="a+"), tokenizer, timeout_s=10)
+    assert time.monotonic() - begin < 15
+    assert compilers.compile(StructuredOutputsParams(regex="a+"), tokenizer, timeout_s=60)
 
 
 def test_what_is_nested_too_deeply_is_refused(compilers, tokenizer):
     deep = "(" * 100_000 + "a" + ")" * 100_000
     with pytest.raises(GrammarError, match="structured_outputs"):
         compilers.compile(StructuredOutputsParams(regex=deep + "{1,100000}"), tokenizer, timeout_s=3)
-    assert compilers.compile(StructuredOutputsParams(choice=("a", "b")), tokenizer, timeout_s=10)
+    assert compilers.compile(StructuredOutputsParams(choice=("a", "b")), tokenizer, timeout_s=60)
 
 
 def test_a_refusal_keeps_the_process(compilers, tokenizer):
-    compilers.compile(StructuredOutputsParams(regex="a"), tokenizer, timeout_s=10)
+    compilers.compile(StructuredOutputsParams(regex="a"), tokenizer, timeout_s=60)
     (before,) = compilers._idle
     with pytest.raises(GrammarError, match=r"structured_outputs\.regex cannot be used"):
-        compilers.compile(StructuredOutputsParams(regex="("), tokenizer, timeout_s=10)
+        compilers.compile(StructuredOutputsParams(regex="("), tokenizer, timeout_s=60)
     assert compilers._idle == [before]
 
 

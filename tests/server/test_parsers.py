@@ -76,7 +76,7 @@ PARTS = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.lists(st.sampled_from(PARTS), max_size=10).map("".join), data=st.data())
 def test_b37_any_text_gives_the_same_however_it_is_cut(text, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -85,7 +85,7 @@ def test_b37_any_text_gives_the_same_however_it_is_cut(text, data):
         assert join(make(), pieces) == read(make(), text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.text("abc", max_size=12), stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), data=st.data()
 )

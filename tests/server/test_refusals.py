@@ -132,7 +132,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_no_request_is_an_internal_error(server, data):
     path, model = data.draw(st.sampled_from([(COMPLETIONS, CompletionRequest), (CHAT, ChatRequest)]))

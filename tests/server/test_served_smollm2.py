@@ -32,7 +32,7 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def server():
-    with running("--dtype", "float32", model=MODEL, limits=LIMITS, silence_s=120) as one:
+    with running("--dtype", "float32", model=MODEL, limits=LIMITS) as one:
         yield one
 
 

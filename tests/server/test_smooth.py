@@ -42,7 +42,7 @@ def test_the_tokens_of_a_step_are_spread_evenly_until_the_next():
 steps = st.lists(st.tuples(st.integers(0, 5), st.text("abé", max_size=9), st.floats(0, 2)), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps)
 def test_nothing_is_lost_nor_late_by_more_than_a_step(steps):
     smoother, now, found, longest = Smoother(), 0.0, [], 0.0

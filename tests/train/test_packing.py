@@ -25,7 +25,7 @@ def documents(lengths: list[int], *, given: int = 1) -> Documents:
     return Documents.of(made, vocab_size=1000)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, ROW), min_size=1, max_size=200))
 def test_every_document_is_in_one_row_and_rows_do_not_overflow(lengths):
     rows = pack(lengths, ROW)
@@ -98,7 +98,7 @@ def test_too_little_to_train_on_is_an_error():
         split(documents([4] * 10), 60, seed=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 5))
 def test_what_follows_is_of_the_same_document_and_to_be_learnt(lengths, distance, given_tokens):
     made = [Document(token_ids=[1] * n, num_given=min(given_tokens, n), temperature=0.0) for n in lengths]

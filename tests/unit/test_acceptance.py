@@ -11,7 +11,7 @@ from draftloop.kvcache.rows import NO_DRAFT
 from draftloop.sampling.accept import accept_greedy, accept_synthetic, clip_to_limit, conditional_rates
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), rows=st.integers(1, 4), num_drafts=st.integers(0, 4), vocab=st.integers(1, 5))
 def test_greedy_accepts_the_longest_right_prefix_and_one_more_token(data, rows, num_drafts, vocab):
     logits = torch.tensor(
@@ -39,7 +39,7 @@ def test_greedy_accepts_the_longest_right_prefix_and_one_more_token(data, rows, 
         assert emitted[r].tolist() == expected + [-1] * (num_drafts + 1 - len(expected))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), rows=st.integers(1, 4), width=st.integers(1, 5))
 def test_a_limit_keeps_a_prefix(data, rows, width):
     counts = data.draw(st.lists(st.integers(0, width), min_size=rows, max_size=rows))
@@ -87,7 +87,7 @@ def test_synthetic_acceptance_ends_where_nothing_was_drafted():
     assert num.tolist() == [4, 2, 1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(num_drafts=st.integers(1, 32), share=st.floats(0, 1))
 def test_a_length_becomes_one_rate_with_that_mean(num_drafts, share):
     length = 1 + share * num_drafts
@@ -98,7 +98,7 @@ def test_a_length_becomes_one_rate_with_that_mean(num_drafts, share):
     assert 1 + np.cumprod(rates).sum() == pytest.approx(length, abs=1e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(0, 1, allow_subnormal=False).map(lambda x: round(x, 6)), min_size=1, max_size=8))
 def test_shares_become_the_rates_that_multiply_to_them(shares):
     shares = sorted(shares, reverse=True)

@@ -8,6 +8,7 @@ import random
 import statistics
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -166,9 +167,12 @@ def test_the_command_names_the_routes_that_there_are():
 
 
 class Fake:
-    """An engine in a thread: prompts take no time, and steps 20 ms, whatever runs."""
+    """An engine in a thread: prompts take no time, and steps 20 ms, whatever runs. They say so; how long its thread
+    really sleeps is the machine's affair."""
 
-    seconds = 0.02
+    step_s = measured_s = 0.02
+    clock = 0.0
+    """The latest time that any of them knows."""
 
     def __init__(self, config, share):
         self.connection, theirs = multiprocessing.Pipe()
@@ -187,28 +191,32 @@ class Fake:
 
     def _run(self, connection):
         connection.send({"model": "fake", "method": "none", "k": 0})
-        open_ = {}
+        open_, now = {}, 0.0
         while True:
             while connection.poll(0 if open_ else None):
                 match connection.recv():
                     case ("measure", counts, _, _):
-                        table = [(count, self.seconds) for count in counts]
+                        table = [(count, self.measured_s) for count in counts]
                         costs = {"iteration_s": table, "prompt_token_s": 0.0}
                         connection.send({**costs, "acceptance_length": 1.0, "num_drafts": 0})
                     case ("add", number, _, _, output_tokens):
-                        open_[number] = (time.perf_counter(), output_tokens - 1)
+                        now = now if open_ else max(now, Fake.clock)
+                        open_[number] = (now, output_tokens - 1)
                     case ("close",):
                         return
-            time.sleep(0.02)
+            time.sleep(self.step_s)
+            now += self.step_s
+            Fake.clock = max(Fake.clock, now)
             for number, (arrived, left) in list(open_.items()):
                 open_[number] = (arrived, left - 1)
                 if left == 1:
                     del open_[number]
-                    connection.send((number, arrived, arrived, time.perf_counter()))
+                    connection.send((number, arrived, arrived, now))
 
 
 def test_real_replicas_are_held_against_their_simulation(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(replicas, "_Engine", Fake)
+    monkeypatch.setattr(replicas, "time", SimpleNamespace(perf_counter=lambda: Fake.clock))
     out = tmp_path / "replicas.json"
     command = ["bench", "replicas", "--num-requests", "12", "--concurrency", "6", "--output-tokens", "5"]
     main([*command, "--tolerance", "0.3", "--out", str(out)])
@@ -216,7 +224,7 @@ def test_real_replicas_are_held_against_their_simulation(tmp_path, monkeypatch, 
     assert found["replicas_tokens_per_s"]["value"] == pytest.approx(12 * 5 / (2 * 4 * 0.02), rel=0.3)
     assert abs(found["simulation_error"]["value"]) < 0.3
     assert {row["batch"] for row in [found["replica_iteration_ms"]]} == {4}
-    monkeypatch.setattr(Fake, "seconds", 0.2)
+    monkeypatch.setattr(Fake, "measured_s", 0.2)
     with pytest.raises(SystemExit):
         main([*command, "--out", str(out)])
     assert "the simulation's throughput is -" in capsys.readouterr().err

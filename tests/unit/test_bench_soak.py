@@ -27,7 +27,7 @@ def config() -> EngineConfig:
 
 
 def test_a_short_soak_answers_everything_and_writes_its_numbers(tmp_path):
-    path = run_soak(config(), minutes=0.08, longest_prompt=60, longest_answer=60, out=tmp_path / "soak.json")
+    path = run_soak(config(), minutes=0.02, longest_prompt=60, longest_answer=60, out=tmp_path / "soak.json")
     (row,) = json.loads(path.read_text())["rows"]
     assert row["value"] >= 4
     assert (row["metric"], row["path"], len(row["samples"]) >= 2) == ("soak_requests", "loop", True)

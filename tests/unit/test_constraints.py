@@ -62,7 +62,7 @@ def requests(draw):
     return draw(params), prompt, output, drafts, draw(words)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batch=st.lists(requests(), min_size=1, max_size=ROWS), seed=st.integers(0, 99), length=st.sampled_from([24, 64]))
 def test_every_position_is_as_if_its_drafts_had_been_produced_one_by_one(batch, seed, length):
     """Also where a row may be longer than the vocabulary is large."""
@@ -111,7 +111,7 @@ def test_a_row_that_is_cleared_is_neutral_again():
     assert torch.equal(constrain(state, rows, logits), logits)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.booleans(), min_size=1, max_size=100))
 def test_masks_are_packed_with_the_lowest_id_in_the_lowest_bit(allowed):
     padded = torch.tensor(allowed + [True] * (-len(allowed) % 32))

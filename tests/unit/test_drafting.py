@@ -63,7 +63,7 @@ def test_it_settles_at_a_number_that_is_nearly_the_best(num_rows, rate):
     assert tokens / time >= 0.96 * max(speed.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rate=st.floats(0, 1),
     num_rows=st.sampled_from(SIZES),

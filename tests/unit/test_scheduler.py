@@ -315,7 +315,7 @@ def test_a_request_that_the_cache_can_never_hold_is_refused_with_the_pages_it_ne
     assert scheduler.idle
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), num_drafts=st.sampled_from([0, 1, 4]), budget=st.integers(1, 40))
 def test_any_traffic_ends_with_everything_free(seed, num_drafts, budget):
     rng = random.Random(seed)
