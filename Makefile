@@ -20,7 +20,7 @@ run: install ## answer a prompt with speculation on: make run PROMPT="..."
 	@$(BIN)/draftloop run $${PROMPT:+--prompt "$$PROMPT"}
 
 test: install-dev browser ## the whole CPU test suite
-	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 gpu-test: install-dev ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -86,19 +87,27 @@ def test_rows_with_penalties_are_repeated_and_those_whose_steps_need_the_host_ar
     assert iterations(loop) == 0, "each step brings logprobs to the host"
 
 
+@functools.cache
+def phase_by_phase(name: str, index: int, temperature: float) -> list[list[int]]:
+    spec = example_configs()[name][index] if name != "none" else None
+    apart = engine(speculative_config=spec, cudagraph_capture_sizes=(2, 8))
+    return answers(apart.generate(prompts(7), seven(temperature)))
+
+
+def seven(temperature: float) -> list[SamplingParams]:
+    return [SamplingParams(temperature=temperature, seed=7, max_tokens=5 + 3 * i) for i in range(7)]
+
+
 @pytest.mark.parametrize(("steps", "overlap"), [(2, False), (5, True), (64, False)])
 @pytest.mark.parametrize(("name", "index"), [*REPEATING, ("none", 0)])
 def test_tokens_are_those_of_the_phases_one_by_one(name, index, steps, overlap):
     spec = example_configs()[name][index] if name != "none" else None
-    shared = {"speculative_config": spec, "cudagraph_capture_sizes": (2, 8)}
-    apart, loop = engine(**shared), looping(steps, async_scheduling=overlap, **shared)
-    asked = prompts(7)
-    for temperature, seed in ((0.0, 7), (0.8, 7)):
-        params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=5 + 3 * i) for i in range(7)]
-        expected = answers(apart.generate(asked, params))
+    loop = looping(steps, async_scheduling=overlap, speculative_config=spec)
+    for temperature in (0.0, 0.8):
+        expected = phase_by_phase(name, index, temperature)
         loop.engine.table.poison = steps == 5
         loop.reset_graph_counts()
-        assert answers(loop.generate(asked, params)) == expected, temperature
+        assert answers(loop.generate(prompts(7), seven(temperature))) == expected, temperature
         assert iterations(loop) > 0
     assert_all_free(loop)
 

@@ -38,6 +38,16 @@ def fallback_works() -> None:
     torch.testing.assert_close(linear(x, weight), x @ weight.T)
 
 
+@pytest.fixture
+def quick(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same with a compiler that does not optimise, where it is only asked for something to load."""
+    compiler = fresh.parent / "quick"
+    compiler.write_text(f'#!/bin/sh\nexec {find_compiler()[0]} "$@" -O0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    return fresh
+
+
 @NEEDS_COMPILER
 def test_the_second_process_finds_what_the_first_has_made(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.available()
@@ -53,32 +63,32 @@ def test_the_second_process_finds_what_the_first_has_made(fresh: Path, monkeypat
 
 
 @NEEDS_COMPILER
-def test_other_flags_or_another_machine_get_their_own(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {build.build(fresh).name}
+def test_other_flags_or_another_machine_get_their_own(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {build.build(quick).name}
     monkeypatch.setattr(build, "_cpu", lambda: "another processor")
-    names.add(build.build(fresh).name)
+    names.add(build.build(quick).name)
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
-    names.add(build.build(fresh).name)
-    assert {path.name for path in fresh.iterdir()} == names
+    names.add(build.build(quick).name)
+    assert {path.name for path in quick.iterdir()} == names
     assert len(names) == 3
 
 
 @NEEDS_COMPILER
-def test_processes_that_build_at_once_all_succeed(fresh: Path) -> None:
+def test_processes_that_build_at_once_all_succeed(quick: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from draftloop.kernels.native.build import load; load(Path(sys.argv[1]))"
     )
-    with ThreadPoolExecutor(3) as pool:
-        done = list(pool.map(lambda _: subprocess.run([sys.executable, "-c", script, str(fresh)]), range(3)))
-    assert [process.returncode for process in done] == [0, 0, 0]
-    assert [path.suffix for path in fresh.iterdir()] == [".so"]
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda _: subprocess.run([sys.executable, "-c", script, str(quick)]), range(2)))
+    assert [process.returncode for process in done] == [0, 0]
+    assert [path.suffix for path in quick.iterdir()] == [".so"]
 
 
 @NEEDS_COMPILER
-def test_a_damaged_file_is_made_anew(fresh: Path) -> None:
-    path = build.build(fresh)
+def test_a_damaged_file_is_made_anew(quick: Path) -> None:
+    path = build.build(quick)
     path.write_bytes(path.read_bytes()[:100])
-    assert load(fresh) is not None
+    assert load(quick) is not None
 
 
 @NEEDS_COMPILER
@@ -163,7 +173,8 @@ def test_the_source_gives_no_warnings(tmp_path: Path) -> None:
 def test_the_source_compiles_for_other_vector_widths(tmp_path: Path, machine: str) -> None:
     if not Path("/proc/cpuinfo").exists() or "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("not an x86 machine whose compiler knows these")
-    flags = [f"-march={machine}" if flag == "-march=native" else flag for flag in build.FLAGS]
+    other = {"-march=native": f"-march={machine}", "-O3": "-O1"}
+    flags = [other.get(flag, flag) for flag in build.FLAGS]
     command = [*find_compiler(), *flags, "-Wall", "-Werror", str(build.SOURCE), "-o", str(tmp_path / "k")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from servers import K, byte_model, events, running
 
-REQUESTS = int(os.environ.get("TRAFFIC_REQUESTS", "20"))
+REQUESTS = int(os.environ.get("TRAFFIC_REQUESTS", "12"))
 """Of each stream."""
 STREAMS = 16
 GOES_AWAY = 0.3
