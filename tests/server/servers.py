@@ -31,10 +31,17 @@ TEMPLATE = (
     "{% if tools %}[tools {{ tools | length }}]{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 MAX_LEN = 8192
-LIMITS = ["--max-model-len", "2048", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(1 << 23), "--device", "cpu"]
 
-LONG_ANSWERS = ["--max-model-len", str(MAX_LEN), "--kv-cache-memory-bytes", str(1 << 25)]
-"""Room for answers that no machine has come to the end of when a test is done with them."""
+
+def limits(max_len: int, memory_bytes: int) -> list[str]:
+    """Of four requests at a time on a CPU."""
+    sizes = f"--max-model-len {max_len} --max-num-seqs 4 --kv-cache-memory-bytes {memory_bytes} --device cpu"
+    return sizes.split()
+
+
+LIMITS = limits(2048, 1 << 23)
+LONG_LIMITS = limits(MAX_LEN, 1 << 25)
+"""For answers that no machine has come to the end of when a test is done with them."""
 
 EAGER = ["--enforce-eager", "--spec-tokens", "0"]
 """Starts sooner; for what has nothing to do with either."""

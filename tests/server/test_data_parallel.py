@@ -11,7 +11,7 @@ from contextlib import closing
 
 import openai
 import pytest
-from servers import EAGER, LONG_ANSWERS, PATIENCE_S, running
+from servers import EAGER, LONG_LIMITS, PATIENCE_S, running
 
 from draftloop.config import EngineConfig
 from draftloop.engine.llm import LLM
@@ -25,7 +25,7 @@ LONG = {"prompt": "x", "temperature": 0, "max_tokens": 8000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def server():
-    with running(*LONG_ANSWERS, *EAGER, "-dp", "2") as one:
+    with running(*EAGER, "-dp", "2", limits=LONG_LIMITS) as one:
         yield one
 
 

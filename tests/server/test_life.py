@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
-from servers import EAGER, LONG_ANSWERS, PATIENCE_S, K, byte_model, events, running
+from servers import EAGER, LONG_LIMITS, PATIENCE_S, K, byte_model, events, running
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 8000, "ignore_eos": True, "return_token_ids": True}
@@ -29,8 +29,8 @@ def start(server, **fields):
 @pytest.fixture(scope="module")
 def server():
     """Holds four running answers and two waiting ones; wants a key."""
-    options = ["--max-waiting", "2", "--api-key", "one", "--max-body-bytes", "20000", *LONG_ANSWERS, *EAGER]
-    with running(*options, DRAFTLOOP_API_KEY="two") as one:
+    options = ["--max-waiting", "2", "--api-key", "one", "--max-body-bytes", "20000", *EAGER]
+    with running(*options, limits=LONG_LIMITS, DRAFTLOOP_API_KEY="two") as one:
         one.headers["Authorization"] = "Bearer one"
         yield one
         assert one.process.poll() is None, "it must outlive its engine"
@@ -115,7 +115,7 @@ def test_the_death_of_the_engine_turns_health_red_and_ends_open_requests_with_an
 
 
 def test_sigterm_lets_requests_end_up_to_the_deadline():
-    with running("--shutdown-timeout-s", "2", *LONG_ANSWERS, *EAGER) as server:
+    with running("--shutdown-timeout-s", "2", *EAGER, limits=LONG_LIMITS) as server:
         long, long_events = start(server, prompt="x")
         short, short_events = start(server, max_tokens=20)
         with closing(short), closing(long), ThreadPoolExecutor(1) as pool:
