@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +17,36 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter patches the language before each call of a device function, although the kernel that calls
-    has done so; that is a quarter of its time."""
+    """Triton's interpreter patches the language before each call of a device function, which is most of its time.
+    Once in a launch is enough for all that see the same modules of the language."""
     if torch.cuda.is_available():
         yield
         return
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton import language
+    from triton.runtime import interpreter
+
+    patched: set[frozenset[str]] = set()
+    launch = interpreter.GridExecutor.__call__
+
+    @functools.cache
+    def modules(function: Callable) -> frozenset[str]:
+        return frozenset(
+            name for name, value in function.__globals__.items() if value is language or value is language.core
+        )
+
+    def launch_anew(kernel: Any, *args: Any, **options: Any) -> None:
+        patched.clear()
+        launch(kernel, *args, **options)
+
+    def call(function: Any, *args: Any, **options: Any) -> Any:
+        if (seen := modules(function.fn)) not in patched:
+            patched.add(seen)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpretedFunction, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs))
+        patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         yield
 
 
