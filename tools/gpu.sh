@@ -10,6 +10,7 @@
 #   tp_tests  the GPU tests of several GPUs (about 5 minutes)
 #   dp      two engines on two GPUs that share their experts: their tests, speed, and 2,000 mixed steps (about 10 minutes)
 #   adaptive  no drafts, 1, 3 and 5 of them, and adaptive, at 1 to 256 requests at a time (about 4 minutes)
+#   compare  SmolLM2 with each drafter that is shipped, in turns: tokens per step and per second (about 4 minutes)
 #   soak    9.5 minutes of mixed traffic, memory and stalls watched
 #   moe     a mixture of experts, Qwen3-30B-A3B's shape: decoding, and with drafts (about 2 minutes)
 #   all     bench, start, blocks, quant, sampling, tests
@@ -139,6 +140,12 @@ load() { # drafts, shares of steps that accept each
   printf '"rejection_sample_method":"synthetic","synthetic_acceptance_rates":[%s]' "$2"
 }
 
+compare() { # real weights: from the hub or their package
+  COLUMNS=140 "$python" -m draftloop compare --num-prompts 80 --max-tokens 256 --max-num-seqs 1 --repeats 1 \
+    --drafters none,ngram:4,smollm2-135m-eagle3:3,smollm2-135m-eagle3:5,smollm2-135m-draft:4,smollm2-135m-dflash:7 \
+    --out "$out/compare-smollm2.json" || failed=1
+}
+
 soak() {
   "$python" -m draftloop bench soak llama-3.1-8b --load-format dummy --max-num-seqs 32 --max-model-len 2048 \
     -sc "$eagle3" --minutes "${MINUTES:-9.5}" --out "$out/soak-8b.json" || failed=1
@@ -160,7 +167,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp | adaptive | soak | moe) "$part" ;;
+  tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp | adaptive | compare | soak | moe) "$part" ;;
   all)
     bench
     start
@@ -170,7 +177,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, adaptive, soak, moe, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, adaptive, compare, soak, moe, all" >&2
     exit 2
     ;;
 esac

@@ -121,6 +121,14 @@ def test_the_report_holds_every_size_and_goes_through_json(device):
         assert word in table_text
 
 
+def test_where_nothing_is_captured_before_it_is_used_the_start_says_so_in_a_line():
+    table = make_table([block_phase(), ragged_phase()], capture=False, setting="FULL_DECODE_ONLY")
+    table.recorder.on_first_use = True
+    table.capture()
+    line = table.report().at_start()
+    assert line == "block, on first use at 1,2,4 rows; ragged eager: cudagraph_mode is FULL_DECODE_ONLY"
+
+
 @pytest.mark.parametrize("setting", MODES)
 def test_an_uncovered_largest_batch_is_reported(setting):
     table = make_table([block_phase(), ragged_phase()], largest_rows=9, largest_tokens=20, setting=setting)

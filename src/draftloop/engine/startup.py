@@ -426,7 +426,7 @@ def _log(config: EngineConfig, engine: Engine, clock: _Clock) -> None:
         logger.warning(
             "acceptance: typical, which is LOSSY: text at temperatures above 0 does not have the model's distribution"
         )
-    logger.info("graphs:\n%s", engine.table.report().format())
+    logger.info("graphs: %s", engine.table.report().at_start())
     logger.info("start-up: %s", clock)
 
 

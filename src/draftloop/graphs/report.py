@@ -81,6 +81,22 @@ class GraphReport:
         rows, loops = ([asdict(row) for row in part] for part in (self.rows, self.loops))
         return {"cudagraph_mode": self.setting, "phases": self.phases, "rows": rows, "loops": loops}
 
+    def at_start(self) -> str:
+        """The table, or one line where nothing has been captured yet, since tapes are recorded on first use."""
+        if self.loops or any(row.ms is not None for row in self.rows):
+            return "\n" + self.format()
+        later = [row for row in self.rows if row.captured]
+        parts = []
+        if later:
+            names, sizes = dict.fromkeys(row.phase for row in later), sorted({row.rows for row in later})
+            parts.append(f"{_phases(list(names))}, on first use at {_sizes(sizes)} rows")
+        eager: dict[str, list[str]] = {}
+        for row in self.rows:
+            if not row.captured:
+                eager.setdefault(row.reason, []).append(row.phase)
+        parts += [f"{_phases(names)} eager: {reason}" for reason, names in eager.items()]
+        return "; ".join(parts)
+
     def format(self) -> str:
         """A table of one line per phase: captured row (or token) sizes, time of the smallest and largest."""
         lines: list[Sequence[str]] = [("phase", "mode", "captured sizes", "ms", "MiB", "not captured")]
@@ -106,6 +122,10 @@ class GraphReport:
             made = f"{sum(times):.0f} to make" if times else "first use"
             lines.append((phase, "loop", f"rows {_sizes([row.rows for row in mine])}", made, "", ""))
         return _align(lines)
+
+
+def _phases(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} phases"
 
 
 def _align(lines: Sequence[Sequence[str]]) -> str:
