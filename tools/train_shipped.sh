@@ -1,47 +1,167 @@
 #!/usr/bin/env bash
-# Makes the drafters that are shipped for SmolLM2-135M, from nothing, on the GPUs there are.
-#   tools/train_shipped.sh OUT_FOLDER record|eagle3|draft|dflash|all
-# Each part goes on where it was left, so a part that was cut off is simply run again. How the shipped
-# ones were made, and what they reached: docs/numbers/shipped-drafters.md.
-set -euo pipefail
-out=${1:?folder for recording and drafters}
+# Makes the drafters that are shipped for SmolLM2-135M, from nothing, on the GPUs there are, and measures them.
+#   tools/train_shipped.sh OUT_FOLDER [record|eagle3|again|dflash|dspark|draft|accept|lease|all] [ARGUMENT..]
+#
+#   record   two recordings, a and b, of prompts that differ: seeds 0, 2, .. and 1, 3, .. (5 minutes, or as the next
+#            argument says)
+#   eagle3   an EAGLE-3 head from recording a
+#   again    the same command on recording b: what it reaches should be within 5 % of eagle3
+#   dflash, dspark, draft   the other drafters, from both recordings
+#   accept   acceptance at temperature 0 and 1 of the drafters that are named, or of all that are there
+#   lease    all of this but draft in MINUTES (15) of wall time, drafters measured as they come
+#   all      all of this, as long as it takes
+#
+# Each part goes on where it was left, so a part that was cut off is simply run again. Results are in OUT_FOLDER/results
+# as soon as they are there. How the shipped ones were made, and what they reached: docs/numbers/shipped-drafters.md.
+#
+# For a trial without a GPU: RECORD, TRAIN and ACCEPT hold further options of the commands, such as
+#   MINUTES=3 PROCESSES=1 RECORD="--record-tokens 4000 --answer-tokens 40 --max-num-seqs 8" \
+#   TRAIN="--row-tokens 128 --batch-tokens 512 --held-out-tokens 512" ACCEPT="--num-prompts 2 --max-tokens 8 --max-num-seqs 2"
+set -uo pipefail
+out=${1:?folder for recordings, drafters and results}
 part=${2:-all}
-python=${PYTHON:-python}
+shift $(($# < 2 ? $# : 2))
+python=${PYTHON:-python3}
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
+minutes=${MINUTES:-15}
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+failed=0
+mkdir -p "$out/results" "$out/logs"
+out=$(cd "$out" && pwd)
 
-train() { # name, method, further options
-  local name=$1 method=$2
+share() { awk "BEGIN { print $minutes * $1 }"; } # so much of the minutes
+
+timed() { # seconds at most, name, command: its output in a log, the end of that where it fails
+  local limit=$1 name=$2 begin=$SECONDS
   shift 2
-  "$python" -m draftloop train --target smollm2-135m --method "$method" --out "$out/$name" \
-    --recording "$out/recording" --record-tokens 0 --evaluate-every 400 --checkpoint-every 1000 --seed 0 "$@"
+  if timeout -k 20 "$limit" "$@" >"$out/logs/$name.log" 2>&1; then
+    echo "== $name took $((SECONDS - begin)) s"
+  else
+    echo "== $name failed ($?) after $((SECONDS - begin)) s"
+    tail -n 15 "$out/logs/$name.log"
+    return 1
+  fi
 }
 
-record() { # one process on every GPU; two H200 make 11.7 M tokens in this time
-  local gpus seed
-  gpus=$(nvidia-smi --list-gpus | wc -l)
-  for ((seed = 0; seed < gpus; seed++)); do
-    CUDA_VISIBLE_DEVICES=$seed "$python" -m draftloop train --target smollm2-135m --out "$out/$seed" \
-      --recording "$out/recording" --record-only --record-minutes "$((5 / gpus)).3" --seed "$seed" &
+on() { # GPU, command
+  local gpu=$1
+  shift
+  CUDA_VISIBLE_DEVICES="$gpu" "$@"
+}
+
+recording() { # name, minutes, GPU, seeds: a process for each, since the host has more to do for 512 rows than the GPU
+  local name=$1 length=$2 gpu=$3 seed fail=0 pids=()
+  shift 3
+  for seed in "$@"; do
+    on "$gpu" timed "$(awk "BEGIN { print int($length * 60 + 240) }")" "record-$name-$seed" \
+      "$python" -m draftloop train --target smollm2-135m --out "$out/$name-$seed" --recording "$out/recording-$name" \
+      --record-only --record-minutes "$length" --record-tokens 40000000 --seed "$seed" \
+      --gpu-memory-utilization "$memory" ${RECORD:-} &
+    pids+=($!)
+  done
+  for seed in "${pids[@]}"; do wait "$seed" || fail=1; done
+  return "$fail"
+}
+
+record() {
+  local length=${1:-5} each=${PROCESSES:-$((gpus > 1 ? 3 : 2))} seeds_a=() seeds_b=() seed
+  for ((seed = 0; seed < 2 * each; seed += 2)); do seeds_a+=("$seed") seeds_b+=($((seed + 1))); done
+  # processes of one GPU share its memory
+  memory=$(awk "BEGIN { print 0.85 / ($each * ($gpus > 1 ? 1 : 2)) }")
+  recording a "$length" 0 "${seeds_a[@]}" &
+  local first=$! fail=0
+  recording b "$length" $((gpus > 1 ? 1 : 0)) "${seeds_b[@]}" || fail=1
+  wait "$first" || fail=1
+  rm -rf "$out/recording-both" && mkdir "$out/recording-both"
+  ln -s "$out"/recording-[ab]/*.safetensors "$out/recording-both/" && cp "$out/recording-a/recording.json" "$out/recording-both/"
+  du -sch "$out"/recording-[ab] | tail -n 1
+  return "$fail"
+}
+
+train() { # name, method, recording, steps, minutes instead of these or nothing, then options
+  local name=$1 method=$2 recording=$3 length=(--steps "$4") limit=3600 minutes=$5
+  shift 5
+  if [ -n "$minutes" ]; then
+    length=(--minutes "$minutes")
+    limit=$(awk "BEGIN { print int($minutes * 60 + 150) }")
+  fi
+  timed "$limit" "$name" "$python" -m draftloop train --target smollm2-135m --method "$method" --out "$out/$name" \
+    --recording "$out/recording-$recording" --record-tokens 0 --evaluate-every 800 --checkpoint-every 800 --seed 0 \
+    "$@" "${length[@]}" ${TRAIN:-} || return 1
+  grep held-out "$out/logs/$name.log" | tail -n 1
+  tar -czf "$out/results/$name.tgz" -C "$out/$name" drafter log.jsonl training.png
+}
+
+head=(--draft-vocab-size 8192 --no-store-lm-head --acceptance-loss 1)
+block=(--num-layers 2 --draft-vocab-size 16384 --no-store-lm-head --train-mask-embedding --learning-rate 1.5e-3 --store-bits 8)
+small=(--hidden-size 128 --intermediate-size 512 --num-layers 4 --learning-rate 2e-3 --store-bits 8)
+head_minutes="" block_minutes=""
+
+eagle3() { train eagle3 eagle3 a 2400 "$head_minutes" "${head[@]}"; }
+again() { train eagle3-again eagle3 b 2400 "$head_minutes" "${head[@]}"; }
+dflash() { train dflash dflash both 5000 "$block_minutes" "${block[@]}"; }
+dspark() { train dspark dspark both 5000 "$block_minutes" "${block[@]}" --markov-rank 24; }
+draft() { train draft draft_model both 2800 "" "${small[@]}"; }
+
+accept() { # drafters; the number of drafts is what each is shipped with
+  local name drafts fail=0
+  for name in "$@"; do
+    case $name in draft) drafts=4 ;; d*) drafts=7 ;; *) drafts=5 ;; esac
+    [ -f "$out/$name/drafter/config.json" ] || continue
+    timed 300 "accept-$name" env COLUMNS=100 "$python" -m draftloop bench acceptance --target smollm2-135m \
+      --drafter "$out/$name/drafter:$drafts" --max-num-seqs 80 --out "$out/results/acceptance-$name.json" ${ACCEPT:-} ||
+      fail=1
+    sed -n '/Tokens per step/,$p' "$out/logs/accept-$name.log" | grep -E "mt_bench|humaneval|gsm8k|Tokens"
+  done
+  return "$fail"
+}
+
+lane() { # GPU, then jobs one after the other; each drafter is measured beside what comes next
+  local gpu=$1 job fail=0
+  shift
+  for job in "$@"; do
+    on "$gpu" "${job%%:*}" || fail=1
+    on "$gpu" accept "${job##*:}" &
   done
   wait
+  return "$fail"
 }
 
-eagle3() { train eagle3 eagle3 --draft-vocab-size 8192 --no-store-lm-head --acceptance-loss 1 --steps 2393; }
-draft() {
-  train draft draft_model --hidden-size 128 --intermediate-size 512 --num-layers 4 --learning-rate 2e-3 \
-    --store-bits 8 --steps 2799
-}
-dflash() {
-  train dflash dflash --num-layers 2 --draft-vocab-size 16384 --no-store-lm-head --train-mask-embedding \
-    --learning-rate 1.5e-3 --store-bits 8 --steps 3430
+lease() {
+  local record=0.17 head=0.28 block=0.33
+  if [ "$gpus" -lt 2 ]; then record=0.16 head=0.21 block=0.22; fi
+  record "$(share $record)" || failed=1
+  head_minutes=$(share $head) block_minutes=$(share $block)
+  if [ "$gpus" -gt 1 ]; then
+    lane 0 eagle3:eagle3 dflash:dflash &
+    local first=$!
+    lane 1 again:eagle3-again dspark:dspark || failed=1
+    wait "$first" || failed=1
+  else
+    lane 0 eagle3:eagle3 again:eagle3-again "${BLOCK:-dflash}:${BLOCK:-dflash}" || failed=1
+  fi
 }
 
+known=(eagle3 eagle3-again dflash dspark draft)
 case $part in
-  record | eagle3 | draft | dflash) "$part" ;;
+  eagle3 | again | dflash | dspark | draft) "$part" || failed=1 ;;
+  record) record "$@" || failed=1 ;;
+  accept)
+    [ $# -gt 0 ] || set -- "${known[@]}"
+    accept "$@" || failed=1
+    ;;
+  lease)
+    lease
+    ls -l "$out/results"
+    ;;
   all)
-    for part in record eagle3 draft dflash; do "$0" "$out" "$part"; done
+    for part in record eagle3 again dflash dspark draft; do "$part" || failed=1; done
+    accept "${known[@]}" || failed=1
     ;;
   *)
-    echo "unknown part '$part'; known: record, eagle3, draft, dflash, all" >&2
+    echo "unknown part '$part'; known: record, eagle3, again, dflash, dspark, draft, accept, lease, all" >&2
     exit 2
     ;;
 esac
+exit "$failed"

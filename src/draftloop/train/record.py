@@ -110,6 +110,7 @@ class _Recorder:
         most = self.rounds * self.llm.engine.resolved.max_num_seqs
         with tqdm(total=options.record_tokens, initial=have, desc="Recording", unit="token", disable=None) as bar:
             while have < options.record_tokens:
+                began = time.monotonic()
                 number = self.recording.next_shard(options.seed)
                 count = min(most, math.ceil((options.record_tokens - have) / mean))
                 documents = self.shard(number, count, self.recording.num_asked(options.seed))
@@ -122,8 +123,10 @@ class _Recorder:
                 self.recording.add(documents, asked=count, seed=options.seed)
                 have, mean = have + made, max(made / count, 1.0)
                 bar.update(made)
-                if options.record_minutes is not None and time.monotonic() - started > options.record_minutes * 60:
-                    logger.info("%.1f minutes are over: recorded %d tokens", options.record_minutes, have)
+                now = time.monotonic()
+                # another shard would end later than this one ends too early
+                if options.record_minutes is not None and now + (now - began) / 2 > started + options.record_minutes * 60:
+                    logger.info("%.1f minutes are over: recorded %d tokens", (now - started) / 60, have)
                     return
 
     def shard(self, number: int, count: int, asked: int) -> list[Document]:
