@@ -14,9 +14,12 @@
 # Each part goes on where it was left, so a part that was cut off is simply run again. Results are in OUT_FOLDER/results
 # as soon as they are there. How the shipped ones were made, and what they reached: docs/numbers/shipped-drafters.md.
 #
-# For a trial without a GPU: RECORD, TRAIN and ACCEPT hold further options of the commands, such as
-#   MINUTES=3 PROCESSES=1 RECORD="--record-tokens 4000 --answer-tokens 40 --max-num-seqs 8" \
-#   TRAIN="--row-tokens 128 --batch-tokens 512 --held-out-tokens 512" ACCEPT="--num-prompts 2 --max-tokens 8 --max-num-seqs 2"
+# For a trial without a GPU: RECORD, TRAIN and ACCEPT hold further options of the commands, PATIENCE multiplies what a
+# step may take before it is stopped, and prompts.jsonl holds a few prompts (docs/training.md):
+#   MINUTES=1 PATIENCE=9 PROCESSES=1 RECORD_TOKENS=600 \
+#   RECORD="--data prompts.jsonl --row-tokens 128 --answer-tokens 16 --max-num-seqs 8" \
+#   TRAIN="--row-tokens 128 --batch-tokens 256 --held-out-tokens 128" \
+#   ACCEPT="--prompts mt_bench --num-prompts 1 --max-tokens 6" tools/train_shipped.sh /tmp/trial lease
 set -uo pipefail
 out=${1:?folder for recordings, drafters and results}
 part=${2:-all}
@@ -35,7 +38,7 @@ share() { awk "BEGIN { print $minutes * $1 }"; } # so much of the minutes
 timed() { # seconds at most, name, command: its output in a log, the end of that where it fails
   local limit=$1 name=$2 begin=$SECONDS
   shift 2
-  if timeout -k 20 "$limit" "$@" >"$out/logs/$name.log" 2>&1; then
+  if timeout -k 20 "$((limit * ${PATIENCE:-1}))" "$@" >"$out/logs/$name.log" 2>&1; then
     echo "== $name took $((SECONDS - begin)) s"
   else
     echo "== $name failed ($?) after $((SECONDS - begin)) s"
@@ -56,7 +59,7 @@ recording() { # name, minutes, GPU, seeds: a process for each, since the host ha
   for seed in "$@"; do
     on "$gpu" timed "$(awk "BEGIN { print int($length * 60 + 240) }")" "record-$name-$seed" \
       "$python" -m draftloop train --target smollm2-135m --out "$out/$name-$seed" --recording "$out/recording-$name" \
-      --record-only --record-minutes "$length" --record-tokens 40000000 --seed "$seed" \
+      --record-only --record-minutes "$length" --record-tokens "${RECORD_TOKENS:-40000000}" --seed "$seed" \
       --gpu-memory-utilization "$memory" ${RECORD:-} &
     pids+=($!)
   done
@@ -129,10 +132,11 @@ lane() { # GPU, then jobs one after the other; each drafter is measured beside w
 }
 
 lease() {
-  local record=0.17 head=0.28 block=0.33
-  if [ "$gpus" -lt 2 ]; then record=0.16 head=0.21 block=0.22; fi
-  record "$(share $record)" || failed=1
-  head_minutes=$(share $head) block_minutes=$(share $block)
+  local shares=(0.17 0.28 0.33) # of the minutes: recording, a head, a block drafter; the rest is for starts
+  if [ "$gpus" -lt 2 ]; then shares=(0.16 0.21 0.22); fi
+  record "$(share "${shares[0]}")" || failed=1
+  ls "$out"/recording-both/*.safetensors >/dev/null || return
+  head_minutes=$(share "${shares[1]}") block_minutes=$(share "${shares[2]}")
   if [ "$gpus" -gt 1 ]; then
     lane 0 eagle3:eagle3 dflash:dflash &
     local first=$!

@@ -54,6 +54,14 @@ def test_b22_greedy_rows_beside_sampled_ones_are_greedy_where_blocks_are_judged_
     assert all(texts[i] != oracle(asked[i], 20) for i in (1, 3))
 
 
+def test_drafts_that_are_drawn_are_judged_whole_by_default():
+    spec, texts = {**SELF_DRAFT, "model": near_draft()}, []
+    params = SamplingParams(max_tokens=16, seed=7)
+    for rule in ({}, {"rejection_sample_method": "block"}, {"rejection_sample_method": "standard"}):
+        texts.append(answers(graphs({**spec, **rule}).generate(prompts(5), params)))
+    assert texts[0] == texts[1] != texts[2]
+
+
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("rule", ["standard", "block"])
 def test_b23_a_seed_gives_the_same_tokens_whatever_runs_beside_it_and_however_it_runs(rule, n):

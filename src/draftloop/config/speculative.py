@@ -66,8 +66,9 @@ class SpeculativeConfig:
     """eagle3, draft_model: all drafts in one pass, from masks; the same as the methods peagle and pard."""
     rejection_sample_method: Literal["standard", "block", "typical", "synthetic"] | None = None
     """standard: lossless, draft by draft. block: lossless, all drafts together, so that more of them stand where
-    they are sampled. typical: LOSSY above temperature 0, drafts stand where the target finds them plausible.
-    synthetic: forced acceptance, for benchmarks without a trained drafter."""
+    they are sampled. Left out: block where drafts are sampled, else standard. typical: LOSSY above temperature 0,
+    drafts stand where the target finds them plausible. synthetic: forced acceptance, for benchmarks without a
+    trained drafter."""
     typical_acceptance_threshold: float | None = None
     """typical: a draft that the target finds at least this likely stands; in (0, 1]; left out, 0.09."""
     typical_acceptance_alpha: float | None = None

@@ -264,7 +264,7 @@ def _build(
         support=backend_class.graph_support(device.type),
         aux_layers=drafter.aux_layers if drafter else (),
         several_drafters=several,
-        rule=_rule(config),
+        rule=_rule(config, drafter),
         synthetic_rates=rates,
         num_top_logprobs=config.max_logprobs,
         processors=processors,
@@ -368,10 +368,12 @@ def _build(
     return engine
 
 
-def _rule(config: EngineConfig) -> Rule:
+def _rule(config: EngineConfig, drafter: Drafter | None) -> Rule:
     spec = config.speculation
-    rule = spec.rejection_sample_method if spec is not None else None
-    if spec is not None and rule == "typical":
+    if spec is None or drafter is None:
+        return accept_sampled_rows
+    rule = spec.rejection_sample_method or ("block" if drafter.sampled else "standard")
+    if rule == "typical":
         return partial(
             accept_typical_rows,
             threshold=spec.typical_acceptance_threshold or TYPICAL_THRESHOLD,

@@ -192,6 +192,10 @@ class Scheduler:
 
     # ---- pages ------------------------------------------------------------------------------
 
+    def _are_pages_scarce(self) -> bool:
+        """Somebody waits although there are rows."""
+        return bool(self.waiting and self._free_rows) and not self._gathers()
+
     def _pages_ahead(self, num_tokens: int, sequence: Sequence, num_steps: int = 1) -> int:
         """Pages for a row that has at most `num_tokens` and makes some steps more, drafts of the last one included."""
         longest = min(num_tokens + num_steps * (1 + self.num_drafts), sequence.max_total)
@@ -214,8 +218,7 @@ class Scheduler:
             self.preempt(self._last_running())
             growing = [(s, short) for s, short in growing if s.stage is Stage.DECODE]
             need = sum(short for _, short in growing)
-        is_scarce = bool(self.waiting and self._free_rows)
-        spare = 0 if is_scarce else self.pages.num_empty - need
+        spare = 0 if self._are_pages_scarce() else self.pages.num_empty - need
         for sequence, short in growing:
             more = min(self.pages.pages_for(TOKENS_AHEAD), self.pages_needed(sequence) - len(sequence.pages) - short)
             if more > spare - len(self.running):
@@ -226,8 +229,8 @@ class Scheduler:
 
     def reserve(self, plan: StepPlan, most: int) -> int:
         """Decoding steps, up to `most`, for which a plan's rows then have pages. It has those for one already."""
-        if self.waiting and self._free_rows:
-            most = min(most, FEW_STEPS)  # somebody waits for pages
+        if self._are_pages_scarce():
+            most = min(most, FEW_STEPS)
         num_free, num_empty = self.pages.num_free, self.pages.num_empty
         while most > 1:
             short = [max(self._pages_short(s, most), 0) for s in plan.decodes]

@@ -125,7 +125,10 @@ class _Recorder:
                 bar.update(made)
                 now = time.monotonic()
                 # another shard would end later than this one ends too early
-                if options.record_minutes is not None and now + (now - began) / 2 > started + options.record_minutes * 60:
+                if (
+                    options.record_minutes is not None
+                    and now + (now - began) / 2 > started + options.record_minutes * 60
+                ):
                     logger.info("%.1f minutes are over: recorded %d tokens", (now - started) / 60, have)
                     return
 
