@@ -107,15 +107,23 @@ dflash() { train dflash dflash both 5000 "$block_minutes" "${block[@]}"; }
 dspark() { train dspark dspark both 5000 "$block_minutes" "${block[@]}" --markov-rank 24; }
 draft() { train draft draft_model both 2800 "" "${small[@]}"; }
 
+measure() { # name of the result, drafter and number of drafts, options
+  local name=$1 drafter=$2
+  shift 2
+  timed 300 "accept-$name" env COLUMNS=100 "$python" -m draftloop bench acceptance --target smollm2-135m \
+    --drafter "$out/${drafter/://drafter:}" --max-num-seqs 80 --out "$out/results/acceptance-$name.json" "$@" ${ACCEPT:-} ||
+    return 1
+  sed -n '/Tokens per step/,$p' "$out/logs/accept-$name.log" | grep -E "mt_bench|humaneval|gsm8k|Tokens"
+}
+
 accept() { # drafters; the number of drafts is what each is shipped with
   local name drafts fail=0
   for name in "$@"; do
     case $name in draft) drafts=4 ;; d*) drafts=7 ;; *) drafts=5 ;; esac
     [ -f "$out/$name/drafter/config.json" ] || continue
-    timed 300 "accept-$name" env COLUMNS=100 "$python" -m draftloop bench acceptance --target smollm2-135m \
-      --drafter "$out/$name/drafter:$drafts" --max-num-seqs 80 --out "$out/results/acceptance-$name.json" ${ACCEPT:-} ||
-      fail=1
-    sed -n '/Tokens per step/,$p' "$out/logs/accept-$name.log" | grep -E "mt_bench|humaneval|gsm8k|Tokens"
+    measure "$name" "$name:$drafts" || fail=1
+    # what judging drafts one by one gives, where they are judged together
+    measure "$name-standard" "$name:$drafts" --temperature 1 -sc '{"rejection_sample_method": "standard"}' || fail=1
   done
   return "$fail"
 }

@@ -22,6 +22,8 @@ from torch import Tensor
 
 CHUNK_LOGITS = 1 << 29
 """Logits of one chunk: 1 GiB in bf16, enough to fill the largest GPUs."""
+CHUNK_LOGITS_CPU = 1 << 24
+"""Enough for a few cores; some ten copies in fp32 are alive at once."""
 
 
 def _compare(
@@ -67,7 +69,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
         ids = torch.empty(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         per_row = hidden[0].numel() // hidden.shape[-1] * head_WC.shape[0]
         num_rows = hidden.shape[0]
-        rows = -(-num_rows // -(-num_rows * per_row // CHUNK_LOGITS))  # chunks of one size, which is compiled once
+        most = CHUNK_LOGITS if hidden.is_cuda else CHUNK_LOGITS_CPU
+        rows = -(-num_rows // -(-num_rows * per_row // most))  # chunks of one size, which is compiled once
         for start in range(0, num_rows, rows):
             part = slice(start, start + rows)
             x = hidden[part].to(dtype)
