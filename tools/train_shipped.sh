@@ -59,8 +59,7 @@ recording() { # name, minutes, GPU, seeds: a process for each, since the host ha
   for seed in "$@"; do
     on "$gpu" timed "$(awk "BEGIN { print int($length * 60 + 240) }")" "record-$name-$seed" \
       "$python" -m draftloop train --target smollm2-135m --out "$out/$name-$seed" --recording "$out/recording-$name" \
-      --record-only --record-minutes "$length" --record-tokens "${RECORD_TOKENS:-40000000}" --seed "$seed" \
-      --gpu-memory-utilization "$memory" ${RECORD:-} &
+      --record-only --record-minutes "$length" --record-tokens "${RECORD_TOKENS:-40000000}" --seed "$seed" ${RECORD:-} &
     pids+=($!)
   done
   for seed in "${pids[@]}"; do wait "$seed" || fail=1; done
@@ -70,8 +69,7 @@ recording() { # name, minutes, GPU, seeds: a process for each, since the host ha
 record() {
   local length=${1:-5} each=${PROCESSES:-$((gpus > 1 ? 3 : 2))} seeds_a=() seeds_b=() seed
   for ((seed = 0; seed < 2 * each; seed += 2)); do seeds_a+=("$seed") seeds_b+=($((seed + 1))); done
-  # processes of one GPU share its memory
-  memory=$(awk "BEGIN { print 0.85 / ($each * ($gpus > 1 ? 1 : 2)) }")
+  # each takes 15 GB of its GPU, as many as 512 rows need
   recording a "$length" 0 "${seeds_a[@]}" &
   local first=$! fail=0
   recording b "$length" $((gpus > 1 ? 1 : 0)) "${seeds_b[@]}" || fail=1
@@ -97,14 +95,19 @@ train() { # name, method, recording, steps, minutes instead of these or nothing,
 }
 
 head=(--draft-vocab-size 8192 --no-store-lm-head --acceptance-loss 1)
-block=(--num-layers 2 --draft-vocab-size 16384 --no-store-lm-head --train-mask-embedding --learning-rate 1.5e-3 --store-bits 8)
+block=(--num-layers 2 --num-kv-heads 9 --no-store-lm-head --train-mask-embedding --learning-rate 1.5e-3 --store-bits 8)
 small=(--hidden-size 128 --intermediate-size 512 --num-layers 4 --learning-rate 2e-3 --store-bits 8)
 head_minutes="" block_minutes=""
 
 eagle3() { train eagle3 eagle3 a 2400 "$head_minutes" "${head[@]}"; }
 again() { train eagle3-again eagle3 b 2400 "$head_minutes" "${head[@]}"; }
-dflash() { train dflash dflash both 5000 "$block_minutes" "${block[@]}"; }
-dspark() { train dspark dspark both 5000 "$block_minutes" "${block[@]}" --markov-rank 24; }
+dflash() {
+  train dflash dflash both 5000 "$block_minutes" "${block[@]}" --draft-vocab-size 16384 --teacher-temperature 0.5
+}
+dspark() { # narrower MLPs make room for the Markov head
+  train dspark dspark both 5000 "$block_minutes" "${block[@]}" --draft-vocab-size 8192 --teacher-temperature 0.3 \
+    --intermediate-size 1280 --markov-rank 24
+}
 draft() { train draft draft_model both 2800 "" "${small[@]}"; }
 
 measure() { # name of the result, drafter and number of drafts, options
