@@ -17,7 +17,7 @@ from draftloop.kernels.rms_norm import (
     rms_norm_triton,
 )
 from draftloop.kernels.rope_write import rope_write, rope_write_torch, rope_write_triton
-from draftloop.kernels.silu_mul import silu_mul_torch, silu_mul_triton
+from draftloop.kernels.silu_mul import gelu_mul_torch, gelu_mul_triton, silu_mul_torch, silu_mul_triton
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
@@ -96,6 +96,16 @@ def test_silu_mul(run: Callable[..., Tensor], device: torch.device, dtype: torch
     gate_up = torch.randn(tokens, 2 * size, device=device).to(dtype)
     gate, up = gate_up.float().chunk(2, 1)
     close(run(gate_up), gate * torch.sigmoid(gate) * up, dtype)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the interpreter, for exp
+@DTYPES
+@pytest.mark.parametrize("run", [gelu_mul_torch, gelu_mul_triton])
+def test_gelu_mul(run: Callable[..., Tensor], device: torch.device, dtype: torch.dtype) -> None:
+    """Far from 0 too, where only one side of the gate is left."""
+    gate_up = torch.cat((torch.linspace(-60, 60, 100), torch.randn(100))).to(device=device, dtype=dtype).unsqueeze(0)
+    gate, up = gate_up.float().chunk(2, 1)
+    close(run(gate_up), torch.nn.functional.gelu(gate, approximate="tanh") * up, dtype)
 
 
 @DTYPES

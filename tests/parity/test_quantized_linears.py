@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftloop.kernels.batch_invariance import batch_invariant
-from draftloop.kernels.gated_linear import gated_linear
+from draftloop.kernels.gated_linear import Activation, gated, gated_linear
 from draftloop.kernels.linear import linear, residual_linear
 from draftloop.kernels.linear_fp8 import FP8, Activations, Fp8Values, Fp8Weight, quantise_activations, quantise_fp8
 from draftloop.kernels.linear_int4 import Int4Values, Int4Weight, pack, quantise_int4, unpack
-from draftloop.kernels.linear_planes import PlaneTiles, pack_fp8, unpack_fp8
+from draftloop.kernels.linear_planes import PlaneTiles
 from draftloop.kernels.linear_w8a8 import linear_w8a8_triton, quantise_triton
 from draftloop.kernels.linear_wide import Kind, WideTiles
+from draftloop.kernels.packed_values import pack_fp8, unpack_fp8
 from draftloop.kernels.quantised import INVARIANT_TOKENS, QuantisedWeight, choose
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kernels.silu_mul import silu_mul_torch
@@ -90,6 +91,30 @@ def test_linear(device: torch.device, name: str, tokens: int) -> None:
     assert off(sums.sum(0), expected) < 1e-6
     if "order" not in name:
         assert off(sums[1], x[:, 128:].double() @ floats[:, 128:].double().T) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["int4 of 128", "int4 of 64"])
+def test_zero_points_taken_off_the_sums(device: torch.device, name: str) -> None:
+    """Lose nothing that fp32 sums would keep, in loops of one group and of several."""
+    weight, floats = make(name, 48, 512, device)
+    x = torch.randn(6, 512, device=device).to(half(device))
+    for block_k in (128, 256):
+        sums = weight.linear_split_triton(x, tiles=SMALL._replace(splits=2, block_k=block_k, folds=True))
+        assert off(sums.sum(0), x.double() @ floats.double().T) < 1e-6
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("name", ["fp8 per column", "int4 of 32, zeros"])
+def test_a_gate_in_the_kernel(device: torch.device, name: str, activation: Activation) -> None:
+    """Rounds where the layer and the gate behind it round: nearly all numbers are the same bits."""
+    weight, _ = make(name, 2 * 40, 256, device)
+    x, bias = (torch.randn(*shape, device=device).to(half(device)) for shape in ((5, 256), (80,)))
+    out = weight.gated_linear_triton(x, bias, activation, tiles=SMALL)
+    plain = weight.linear_triton(x, bias, tiles=SMALL)
+    expected = gated(plain, activation=activation)
+    assert out.shape == (5, 40)
+    assert (out == expected).float().mean() > 0.97
+    assert off(out, expected.double()) < 2**-7
 
 
 @pytest.mark.parametrize("size", [128, 384])
@@ -246,7 +271,7 @@ def test_measured_tiles_split_a_layer_alike_for_any_number_of_tokens(kind: type[
     """And some of them serve any number where a token's sums must not depend on the others."""
     for layers in kind.measured.values():
         for (_, size, may_split), by_tokens in layers.items():
-            assert len({tiles.splits for tiles in by_tokens.values()}) == 1
+            assert len({(tiles.splits, tiles.folds) for tiles in by_tokens.values()}) == 1
             assert all(size % (tiles.block_k * tiles.splits) == 0 for tiles in by_tokens.values())
             assert may_split or all(tiles.splits == 1 for tiles in by_tokens.values())
             assert list(by_tokens) == sorted(by_tokens)
@@ -302,6 +327,9 @@ def test_real_shapes(shape: tuple[int, int], name: str, tokens: int) -> None:
     assert torch.equal(linear(x[:tokens], weight), out)
     assert torch.equal(linear(x, weight)[:tokens], out)
     assert torch.equal(residual_linear(x, weight)[..., :tokens, :], sums)
+    gate = gated_linear(x[:tokens], weight)
+    assert off(gate, silu_mul_torch(expected.bfloat16()).double()) < 2**-6
+    assert torch.equal(gated_linear(x, weight)[:tokens], gate)
 
 
 @pytest.mark.gpu

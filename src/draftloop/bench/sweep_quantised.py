@@ -31,8 +31,9 @@ from draftloop.kernels.gated_linear import gated_linear
 from draftloop.kernels.linear import linear, residual_linear
 from draftloop.kernels.linear_fp8 import Fp8Weight
 from draftloop.kernels.linear_int4 import Int4Weight
-from draftloop.kernels.linear_planes import BLOCK, PlaneTiles
+from draftloop.kernels.linear_planes import PlaneTiles
 from draftloop.kernels.linear_wide import Kind, WideTiles, token_parts
+from draftloop.kernels.packed_values import BLOCK
 from draftloop.kernels.quantised import QuantisedWeight
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kernels.silu_mul import silu_mul

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.kernels import linear_wide
 from draftloop.kernels.linear import Weight, linear
 from draftloop.kernels.linear_wide import Kind, linear_wide_triton
-from draftloop.kernels.silu_mul import silu_mul
+from draftloop.kernels.silu_mul import gelu_mul, silu_mul
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 """"gelu_tanh" is GELU by its approximation with tanh."""
@@ -23,9 +22,9 @@ def gated_linear(
     x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, activation: Activation = "silu"
 ) -> Tensor:
     """`gated` of a layer whose first I columns are the gate's; rounded like `linear` between."""
-    may_fuse = activation == "silu" and x_TK.is_cuda
-    if may_fuse and not isinstance(weight_NK, Tensor):
-        return weight_NK.gated_linear(x_TK, bias_N)
+    if x_TK.is_cuda and not isinstance(weight_NK, Tensor):
+        return weight_NK.gated_linear(x_TK, bias_N, activation)
+    may_fuse = x_TK.is_cuda and activation == "silu"
     if may_fuse and isinstance(weight_NK, Tensor) and (tiles := linear_wide.choose(x_TK, weight_NK, Kind.GATED)):
         return linear_wide_triton(x_TK, weight_NK, bias_N, kind=Kind.GATED, tiles=tiles)
     return gated(linear(x_TK, weight_NK, bias_N), activation=activation)
@@ -33,7 +32,4 @@ def gated_linear(
 
 def gated(gate_up_T2I: Tensor, *, activation: Activation = "silu") -> Tensor:
     """`activation(gate) * up`, [T, I]."""
-    if activation == "silu":
-        return silu_mul(gate_up_T2I)
-    gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
-    return F.gelu(gate_TI, approximate="tanh") * up_TI
+    return silu_mul(gate_up_T2I) if activation == "silu" else gelu_mul(gate_up_T2I)

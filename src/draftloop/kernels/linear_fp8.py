@@ -23,8 +23,9 @@ from torch import Tensor
 
 from draftloop.kernels import linear_w8a8
 from draftloop.kernels.batch_invariance import is_wanted
-from draftloop.kernels.linear_planes import _ASM, BLOCK, Planes, PlaneTiles, _pair, pack_fp8, unpack_fp8
+from draftloop.kernels.linear_planes import Planes, PlaneTiles
 from draftloop.kernels.linear_wide import Kind
+from draftloop.kernels.packed_values import BLOCK, FP8_ASM, pack_fp8, pair, unpack_fp8
 from draftloop.kernels.quantised import MAX_TOKENS, Measured, QuantisedWeight, stored
 from draftloop.kernels.triton_import import jit, tl
 
@@ -163,7 +164,7 @@ class Fp8Weight(QuantisedWeight):
             num_columns,
             SIZE=size,
             BLOCK_ROWS=self.block[0] if self.block else 0,
-            ASM=_ASM[2, dtype] if out_NK.is_cuda else None,
+            ASM=FP8_ASM[dtype] if out_NK.is_cuda else None,
             BLOCK_N=32,
         )
         return out_NK
@@ -237,7 +238,7 @@ def _dequantise_fp8_kernel(
     j = tl.arange(0, 64)
     live = n < num_columns
     words = tl.load(words_ptr + (block * num_columns + n)[:, None] * 64 + j[None, :], mask=live[:, None], other=0)
-    planes = _pair(words, out_ptr.dtype.element_ty, ASM)
+    planes = pair(words, out_ptr.dtype.element_ty, ASM)
     scale_row = scale_ptr + (n // BLOCK_ROWS * (SIZE // 128) + block if BLOCK_ROWS else n)
     scale = tl.load(scale_row, mask=live, other=0.0)
     for plane in tl.static_range(2):

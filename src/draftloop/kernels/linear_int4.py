@@ -3,7 +3,7 @@
 A weight is `(value - zero) * scale`, values 0 to 15. For as many tokens as that was measured to be faster,
 `linear_planes` multiplies by the packed values; with more, weights are turned into floats first.
 
-Packing as `linear_planes` says, in four planes: a 32-bit register of two words gives four pairs of neighbours along K,
+Packing as `packed_values` says, in four planes: a 32-bit register of two words gives four pairs of neighbours along K,
 each by one shift and one logical operation, which puts the value into the mantissa of 128 (bf16) or 1024 (fp16).
 
 Shape suffixes: T tokens, N output columns, K input columns, B blocks of 128 along K, J words, G groups.
@@ -16,7 +16,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from draftloop.kernels.linear_planes import BLOCK, Planes, PlaneTiles
+from draftloop.kernels.linear_planes import Planes, PlaneTiles
+from draftloop.kernels.packed_values import BLOCK
 from draftloop.kernels.quantised import Measured, QuantisedWeight, stored
 from draftloop.kernels.triton_import import jit, tl
 

@@ -2,7 +2,7 @@
 
 Nothing is decoded: tensor cores take the weights as they lie in shared memory. Activations are rounded to 8 bits by a
 kernel of their own, with a scale per token or the stored one, and their columns put into the order in which
-`linear_planes.pack_fp8` keeps the weights'. The layer is then what `linear_wide` makes of 16-bit weights, with half
+`packed_values.pack_fp8` keeps the weights'. The layer is then what `linear_wide` makes of 16-bit weights, with half
 the bytes; above `MAX_TOKENS` it is cuBLAS's, for which the weights' blocks are copied into rows.
 
 Sums over at most 128 columns of K are made by tensor cores, which keep 14 bits of them or more, and added up in fp32.
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftloop.kernels.linear_planes import BLOCK
-from draftloop.kernels.linear_wide import MIN_PART, Kind, WideTiles, _gate, _store, token_parts
-from draftloop.kernels.silu_mul import silu_mul
+from draftloop.kernels.linear_wide import MIN_PART, Kind, WideTiles, _store, token_parts
+from draftloop.kernels.packed_values import BLOCK
+from draftloop.kernels.silu_mul import gate_times_up, silu_mul
 from draftloop.kernels.triton_import import TensorDescriptor, constant, jit, next_power_of_2, pdl_options, tl
 
 MAX_TOKENS = 512
@@ -170,12 +170,12 @@ def _w8a8_kernel(
         first_up = _scaled(
             first_up, scale_ptr, x_scale_ptr, bias_ptr, column, token, split, num_columns, num_tokens, BIAS
         )
-        first = _gate(first, first_up, out_ptr.dtype.element_ty)
+        first = gate_times_up(first, first_up, out_ptr.dtype.element_ty, False)
         if SECOND:
             second_up = _scaled(
                 second_up, scale_ptr, x_scale_ptr, bias_ptr, column, token + FIRST, split, num_columns, num_tokens, BIAS
             )
-            second = _gate(second, second_up, out_ptr.dtype.element_ty)
+            second = gate_times_up(second, second_up, out_ptr.dtype.element_ty, False)
     _store(first, out_ptr, token, column, num_tokens, num_columns, EVEN)
     if SECOND:
         _store(second, out_ptr, token + FIRST, column, num_tokens, num_columns, EVEN)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.batch_invariance import is_wanted
-from draftloop.kernels.silu_mul import silu_mul_torch
+from draftloop.kernels.silu_mul import gate_times_up, silu_mul_torch
 from draftloop.kernels.triton_import import TensorDescriptor, jit, next_power_of_2, pdl_options, tl
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -192,20 +192,12 @@ def _wide_kernel(
             if SECOND:
                 second_up += bias
     if GATED:
-        first = _gate(first, first_up, out_ptr.dtype.element_ty)
+        first = gate_times_up(first, first_up, out_ptr.dtype.element_ty, False)
         if SECOND:
-            second = _gate(second, second_up, out_ptr.dtype.element_ty)
+            second = gate_times_up(second, second_up, out_ptr.dtype.element_ty, False)
     _store(first, out_ptr, token, column, num_tokens, num_columns, EVEN)
     if SECOND:
         _store(second, out_ptr, token + FIRST, column, num_tokens, num_columns, EVEN)
-
-
-@jit()
-def _gate(gate, up, dtype: tl.constexpr):
-    """Rounded where the unfused layer and `silu_mul` round."""
-    gate = gate.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return activated * up.to(dtype).to(tl.float32)
 
 
 @jit()

@@ -22,7 +22,7 @@ from draftloop.kernels.linear import Tiles, linear, linear_invariant_cpu
 from draftloop.kernels.moe_combine import combine_torch, combine_triton
 from draftloop.kernels.moe_route import Router, Routes, route_torch, route_triton
 from draftloop.kernels.opaque import define
-from draftloop.kernels.silu_mul import silu_mul_torch
+from draftloop.kernels.silu_mul import gate_times_up, silu_mul_torch
 from draftloop.kernels.triton_import import jit, pdl_options, tl
 
 MANY_TOKENS = 16
@@ -113,13 +113,10 @@ def _gate_up_kernel(
                     x = tl.load(x_ptr + token[:, None] * SIZE + k[None, :], mask=live, other=0.0)
                 gate = tl.dot(x, gate_weight, gate, input_precision=PRECISION)
                 up = tl.dot(x, up_weight, up, input_precision=PRECISION)
-            # rounded between the steps, as `silu_mul` does
-            gate = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
-            up = up.to(out_ptr.dtype.element_ty).to(tl.float32)
-            activated = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
+            inner = gate_times_up(gate, up, out_ptr.dtype.element_ty, False)
             out = out_ptr + (start + m).to(tl.int64)[:, None] * COLUMNS + n[None, :]
             live = m_live[:, None] & (n < COLUMNS)[None, :]
-            tl.store(out, (activated * up).to(out_ptr.dtype.element_ty), mask=live)
+            tl.store(out, inner.to(out_ptr.dtype.element_ty), mask=live)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

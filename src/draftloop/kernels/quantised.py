@@ -18,9 +18,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.kernels.batch_invariance import is_wanted
+from draftloop.kernels.gated_linear import Activation, gated
 from draftloop.kernels.linear import DTYPES, linear, sm_count
-from draftloop.kernels.linear_planes import BLOCK, Planes, PlaneTiles, linear_planes_triton
+from draftloop.kernels.linear_planes import Planes, PlaneTiles, linear_planes_triton
 from draftloop.kernels.linear_wide import Kind, gpu_name
+from draftloop.kernels.packed_values import BLOCK
 from draftloop.kernels.silu_mul import silu_mul
 
 MAX_TOKENS = 128
@@ -28,7 +30,7 @@ MAX_TOKENS = 128
 INVARIANT_TOKENS = 64
 """The tiles of this many serve any number where a token's sums must not depend on the others."""
 TilesByTokens = Mapping[int, PlaneTiles]
-"""The last number of tokens, ascending -> tiles up to it. K is split alike in all of them."""
+"""The last number of tokens, ascending -> tiles up to it. K is split, and zero points taken off, alike in all."""
 Measured = Mapping[str, Mapping[tuple[int, int, bool], TilesByTokens]]
 """GPU -> (N, K, may split) -> the fastest tiles."""
 
@@ -105,6 +107,12 @@ class QuantisedWeight(torch.nn.Module, ABC):
         """Twin of `linear_torch` for few tokens."""
         return linear_planes_triton(self.arranged(x_TK), self.planes(), bias_N, tiles=tiles, out=out_TN)
 
+    def gated_linear_triton(
+        self, x_TK: Tensor, bias_N: Tensor | None = None, activation: Activation = "silu", *, tiles: PlaneTiles
+    ) -> Tensor:
+        """`gated` of `linear_triton`, in its kernel."""
+        return linear_planes_triton(self.arranged(x_TK), self.planes(), bias_N, tiles=tiles, activation=activation)
+
     def linear_split_triton(self, x_TK: Tensor, bias_N: Tensor | None = None, *, tiles: PlaneTiles) -> Tensor:
         """fp32 [X, T, N], to be added up over X: the sums over each part of K; the bias is in the first."""
         sums_XTN = torch.empty(tiles.splits, x_TK.shape[0], self.shape[0], dtype=torch.float32, device=x_TK.device)
@@ -125,11 +133,13 @@ class QuantisedWeight(torch.nn.Module, ABC):
         run = self.linear_split_triton if tiles.splits > 1 else self.linear_triton
         return run(x_TK, bias_N, tiles=tiles)
 
-    def gated_linear(self, x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """`silu(first half) * second half`, [T, N / 2]."""
+    def gated_linear(self, x_TK: Tensor, bias_N: Tensor | None, activation: Activation = "silu") -> Tensor:
+        """What `gated_linear.gated_linear` promises, on a GPU."""
         if tiles := self.tiles_for(x_TK, may_split=False):
-            return silu_mul(self.linear_triton(x_TK, bias_N, tiles=tiles))
-        return self.linear_many(x_TK, bias_N, Kind.GATED)
+            return self.gated_linear_triton(x_TK, bias_N, activation, tiles=tiles)
+        if activation == "silu":
+            return self.linear_many(x_TK, bias_N, Kind.GATED)
+        return gated(self.linear_many(x_TK, bias_N, Kind.PLAIN), activation=activation)
 
     def tiles_for(self, x_TK: Tensor, *, may_split: bool) -> PlaneTiles | None:
         """None: not on a GPU, or too many tokens for the kernel."""
