@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -28,21 +29,23 @@ from draftloop.kernels.triton_import import jit, pdl_options, tl
 MANY_TOKENS = 16
 """Tokens that an expert gets on average from which on blocks of them are tall."""
 
-MEASURED: dict[tuple[int, int, bool], Tiles] = {}
-"""(columns, K columns, whether gated) -> the fastest tiles on an H200 at 6 tokens."""
+MEASURED: dict[tuple[int, int, bool, bool], tuple[int, Tiles]] = {}
+"""(columns, K columns, whether gated, whether tall) -> the fastest on an H200, from `draftloop.bench.sweep_experts`."""
 
 
 @functools.cache
 def choose(num_columns: int, size: int, *, gated: bool, itemsize: int = 2, tall: bool = False) -> tuple[int, Tiles]:
     """Tokens per block, and tiles of a layer with [num_columns, size] weights per expert, twice that if `gated`.
 
+    `tall`: for at least `MANY_TOKENS` tokens per expert.
+
     Widths give a single token's eight experts enough programs to keep the memory busy.
     """
     if itemsize == 4:
         return 32, Tiles(32, 32, 1, 4, 2)  # no tensor core multiplies fp32 exactly
-    if tall:
-        return 64, Tiles(64 if gated else 128, 64, 1, 4, 3)
-    return 16, MEASURED.get((num_columns, size, gated)) or Tiles(32 if gated else 64, 128, 1, 4, 4)
+    if found := MEASURED.get((num_columns, size, gated, tall)):
+        return found
+    return (64, Tiles(64 if gated else 128, 64, 1, 4, 3)) if tall else (16, Tiles(32 if gated else 64, 128, 1, 4, 4))
 
 
 def experts_torch(
@@ -63,6 +66,26 @@ def experts_torch(
             out = project(inner, down_ECI[expert]).float()
             out_KTC[ranks, tokens] = out * routes.weights_TK[tokens, ranks, None]
     return out_KTC
+
+
+@jit()
+def _group(groups_ptr):
+    """This program's: read together, since each read is a wait. Without a count the others say nothing."""
+    group = groups_ptr + 3 * tl.program_id(1)
+    return tl.load(group).to(tl.int64), tl.load(group + 1), tl.load(group + 2)
+
+
+@jit()
+def _weights(pointers, k, SIZE: tl.constexpr, EVEN: tl.constexpr):
+    """Columns of K by rows; `EVEN`: no block goes past the end of K."""
+    return tl.load(pointers) if EVEN else tl.load(pointers, mask=(k < SIZE)[:, None], other=0.0)
+
+
+@jit()
+def _inputs(ptr, row, live, k, SIZE: tl.constexpr, EVEN: tl.constexpr):
+    """Rows that are live, by columns of K."""
+    live = live[:, None] if EVEN else live[:, None] & (k < SIZE)[None, :]
+    return tl.load(ptr + row[:, None] * SIZE + k[None, :], mask=live, other=0.0)
 
 
 @jit("num_tokens")
@@ -87,10 +110,8 @@ def _gate_up_kernel(
     row = tl.minimum(n, COLUMNS - 1)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    group = groups_ptr + 3 * tl.program_id(1)
-    count = tl.load(group + 2)
+    expert, start, count = _group(groups_ptr)
     if count > 0:
-        expert, start = tl.load(group).to(tl.int64), tl.load(group + 1)
         gate_ptr = weight_ptr + expert * (2 * COLUMNS * SIZE)
         for begin in range(0, count, BLOCK_M):
             m = begin + tl.arange(0, BLOCK_M)
@@ -101,16 +122,9 @@ def _gate_up_kernel(
             for k_begin in range(0, SIZE, BLOCK_K):
                 k = k_begin + tl.arange(0, BLOCK_K)
                 offset = row[None, :] * SIZE + k[:, None]
-                if SIZE % BLOCK_K == 0:
-                    gate_weight = tl.load(gate_ptr + offset)
-                    up_weight = tl.load(gate_ptr + COLUMNS * SIZE + offset)
-                    x = tl.load(x_ptr + token[:, None] * SIZE + k[None, :], mask=m_live[:, None], other=0.0)
-                else:
-                    k_live = k < SIZE
-                    gate_weight = tl.load(gate_ptr + offset, mask=k_live[:, None], other=0.0)
-                    up_weight = tl.load(gate_ptr + COLUMNS * SIZE + offset, mask=k_live[:, None], other=0.0)
-                    live = m_live[:, None] & k_live[None, :]
-                    x = tl.load(x_ptr + token[:, None] * SIZE + k[None, :], mask=live, other=0.0)
+                gate_weight = _weights(gate_ptr + offset, k, SIZE, SIZE % BLOCK_K == 0)
+                up_weight = _weights(gate_ptr + COLUMNS * SIZE + offset, k, SIZE, SIZE % BLOCK_K == 0)
+                x = _inputs(x_ptr, token, m_live, k, SIZE, SIZE % BLOCK_K == 0)
                 gate = tl.dot(x, gate_weight, gate, input_precision=PRECISION)
                 up = tl.dot(x, up_weight, up, input_precision=PRECISION)
             inner = gate_times_up(gate, up, out_ptr.dtype.element_ty, False)
@@ -144,10 +158,8 @@ def _down_kernel(
     row = tl.minimum(n, COLUMNS - 1)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    group = groups_ptr + 3 * tl.program_id(1)
-    count = tl.load(group + 2)
+    expert, start, count = _group(groups_ptr)
     if count > 0:
-        expert, start = tl.load(group).to(tl.int64), tl.load(group + 1)
         expert_ptr = weight_ptr + expert * (COLUMNS * SIZE)
         for begin in range(0, count, BLOCK_M):
             m = begin + tl.arange(0, BLOCK_M)
@@ -156,14 +168,8 @@ def _down_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for k_begin in range(0, SIZE, BLOCK_K):
                 k = k_begin + tl.arange(0, BLOCK_K)
-                if SIZE % BLOCK_K == 0:
-                    weight = tl.load(expert_ptr + row[None, :] * SIZE + k[:, None])
-                    x = tl.load(x_ptr + place[:, None] * SIZE + k[None, :], mask=m_live[:, None], other=0.0)
-                else:
-                    k_live = k < SIZE
-                    weight = tl.load(expert_ptr + row[None, :] * SIZE + k[:, None], mask=k_live[:, None], other=0.0)
-                    live = m_live[:, None] & k_live[None, :]
-                    x = tl.load(x_ptr + place[:, None] * SIZE + k[None, :], mask=live, other=0.0)
+                weight = _weights(expert_ptr + row[None, :] * SIZE + k[:, None], k, SIZE, SIZE % BLOCK_K == 0)
+                x = _inputs(x_ptr, place, m_live, k, SIZE, SIZE % BLOCK_K == 0)
                 acc = tl.dot(x, weight, acc, input_precision=PRECISION)
             assignment = tl.load(order_ptr + place, mask=m_live, other=0)
             share = tl.load(router_ptr + assignment, mask=m_live, other=0.0)
@@ -172,6 +178,52 @@ def _down_kernel(
             tl.store(out_ptr + out_row[:, None] * COLUMNS + n[None, :], acc * share[:, None], mask=live)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+def _launch(
+    kernel: Any,
+    tensors: tuple[Tensor, ...],
+    num_tokens: int,
+    routes: Routes,
+    size: int,
+    columns: int,
+    block_m: int,
+    tiles: Tiles,
+) -> None:
+    (x, *_), num_per_token = tensors, routes.weights_TK.shape[1]
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    kernel[(-(-columns // tiles.block_n), routes.groups_G3.shape[0])](
+        *tensors,
+        num_tokens,
+        SIZE=size,
+        COLUMNS=columns,
+        PER_TOKEN=num_per_token,
+        BLOCK_M=block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        PRECISION="ieee" if x.dtype.itemsize == 4 else "tf32",
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **pdl_options(x.device),
+    )
+
+
+def gate_up_triton(x_TC: Tensor, gate_up_E2IC: Tensor, routes: Routes, block_m: int, tiles: Tiles) -> Tensor:
+    """[A, I]: `silu(gate(x)) * up(x)` in the order of `routes.order_A`."""
+    (num_tokens, size), columns = x_TC.shape, gate_up_E2IC.shape[1] // 2
+    out_AI = torch.empty(routes.order_A.numel(), columns, dtype=x_TC.dtype, device=x_TC.device)
+    tensors = x_TC, gate_up_E2IC, routes.order_A, routes.groups_G3, out_AI
+    _launch(_gate_up_kernel, tensors, num_tokens, routes, size, columns, block_m, tiles)
+    return out_AI
+
+
+def down_triton(inner_AI: Tensor, down_ECI: Tensor, routes: Routes, block_m: int, tiles: Tiles) -> Tensor:
+    """fp32 [K, T, C], by rank: each expert's output times its weight, of what `gate_up_triton` returns."""
+    (num_tokens, num_per_token), columns = routes.weights_TK.shape, down_ECI.shape[1]
+    out_KTC = torch.empty(num_per_token, num_tokens, columns, dtype=torch.float32, device=inner_AI.device)
+    tensors = inner_AI, down_ECI, routes.order_A, routes.groups_G3, routes.weights_TK, out_KTC
+    _launch(_down_kernel, tensors, num_tokens, routes, inner_AI.shape[1], columns, block_m, tiles)
+    return out_KTC
 
 
 def experts_triton(
@@ -187,55 +239,12 @@ def experts_triton(
 
     Tiles are those of `choose`, by how many tokens an expert gets on average, unless given.
     """
-    (num_tokens, size), (num_here, _, inner) = x_TC.shape, down_ECI.shape
-    num_per_token, num_assignments = routes.weights_TK.shape[1], routes.order_A.numel()
-    assert x_TC.is_contiguous()
-    assert gate_up_E2IC.is_contiguous()
-    assert down_ECI.is_contiguous()
-    tall = is_wanted() or num_assignments >= MANY_TOKENS * num_here
-    itemsize = x_TC.dtype.itemsize
-    out_KTC = torch.empty(num_per_token, num_tokens, size, dtype=torch.float32, device=x_TC.device)
-    inner_AI = torch.empty(num_assignments, inner, dtype=x_TC.dtype, device=x_TC.device)
-    options = {"PRECISION": "ieee" if itemsize == 4 else "tf32", **pdl_options(x_TC.device)}
-    groups = routes.groups_G3.shape[0]
-    block_m, tiles = gate_up_tiles or choose(inner, size, gated=True, itemsize=itemsize, tall=tall)
-    _gate_up_kernel[(-(-inner // tiles.block_n), groups)](
-        x_TC,
-        gate_up_E2IC,
-        routes.order_A,
-        routes.groups_G3,
-        inner_AI,
-        num_tokens,
-        SIZE=size,
-        COLUMNS=inner,
-        PER_TOKEN=num_per_token,
-        BLOCK_M=block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **options,
-    )
-    block_m, tiles = down_tiles or choose(size, inner, gated=False, itemsize=itemsize, tall=tall)
-    _down_kernel[(-(-size // tiles.block_n), groups)](
-        inner_AI,
-        down_ECI,
-        routes.order_A,
-        routes.groups_G3,
-        routes.weights_TK,
-        out_KTC,
-        num_tokens,
-        SIZE=inner,
-        COLUMNS=size,
-        PER_TOKEN=num_per_token,
-        BLOCK_M=block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **options,
-    )
-    return out_KTC
+    num_here, size, inner = down_ECI.shape
+    tall = is_wanted() or routes.order_A.numel() >= MANY_TOKENS * num_here
+    options = {"itemsize": x_TC.dtype.itemsize, "tall": tall}
+    gate_up_tiles = gate_up_tiles or choose(inner, size, gated=True, **options)
+    down_tiles = down_tiles or choose(size, inner, gated=False, **options)
+    return down_triton(gate_up_triton(x_TC, gate_up_E2IC, routes, *gate_up_tiles), down_ECI, routes, *down_tiles)
 
 
 def _experts_cpu(
