@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftloop.kernels.linear_wide import MIN_PART, Kind, WideTiles, _store, token_parts
+from draftloop.kernels.linear_wide import MIN_PART, Kind, WideTiles, no_sums, store_sums, token_parts
 from draftloop.kernels.packed_values import BLOCK
 from draftloop.kernels.silu_mul import gate_times_up, silu_mul
 from draftloop.kernels.triton_import import TensorDescriptor, constant, jit, next_power_of_2, pdl_options, tl
@@ -133,14 +133,7 @@ def _w8a8_kernel(
     rows = num_columns * 2 if GATED else num_columns
     if PDL:
         tl.extra.cuda.gdc_wait()
-    first = tl.zeros([BLOCK_N, FIRST], tl.float32)
-    second, first_up, second_up = first, first, first  # unused where there is no such part
-    if SECOND:
-        second = tl.zeros([BLOCK_N, SECOND], tl.float32)
-    if GATED:
-        first_up = tl.zeros([BLOCK_N, FIRST], tl.float32)
-    if GATED and SECOND:
-        second_up = tl.zeros([BLOCK_N, SECOND], tl.float32)
+    first, second, first_up, second_up = no_sums(BLOCK_N, FIRST, SECOND, GATED)
     for block in tl.range(BLOCKS * split // SPLITS, BLOCKS * (split + 1) // SPLITS):
         k = block * 128
         row = block * rows + column
@@ -176,9 +169,9 @@ def _w8a8_kernel(
                 second_up, scale_ptr, x_scale_ptr, bias_ptr, column, token + FIRST, split, num_columns, num_tokens, BIAS
             )
             second = gate_times_up(second, second_up, out_ptr.dtype.element_ty, False)
-    _store(first, out_ptr, token, column, num_tokens, num_columns, EVEN)
+    store_sums(first, out_ptr, token, column, num_tokens, num_columns, EVEN)
     if SECOND:
-        _store(second, out_ptr, token + FIRST, column, num_tokens, num_columns, EVEN)
+        store_sums(second, out_ptr, token + FIRST, column, num_tokens, num_columns, EVEN)
 
 
 @jit()

@@ -127,6 +127,20 @@ def linear_wide_torch(
     return sums_XTN
 
 
+@jit()
+def no_sums(BLOCK_N: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, GATED: tl.constexpr):
+    """Columns by tokens, zero: of both parts of the tokens, and of both halves of a gated layer."""
+    first = tl.zeros([BLOCK_N, FIRST], tl.float32)
+    second, first_up, second_up = first, first, first  # unused where there is no such part
+    if SECOND:
+        second = tl.zeros([BLOCK_N, SECOND], tl.float32)
+    if GATED:
+        first_up = tl.zeros([BLOCK_N, FIRST], tl.float32)
+    if GATED and SECOND:
+        second_up = tl.zeros([BLOCK_N, SECOND], tl.float32)
+    return first, second, first_up, second_up
+
+
 @jit("num_tokens")
 def _wide_kernel(
     weight_desc,  # [N, K] in tiles of [BLOCK_N, BLOCK_K]
@@ -154,14 +168,7 @@ def _wide_kernel(
     BLOCKS: tl.constexpr = SIZE // BLOCK_K
     if PDL:
         tl.extra.cuda.gdc_wait()
-    first = tl.zeros([BLOCK_N, FIRST], tl.float32)
-    second, first_up, second_up = first, first, first  # unused where there is no such part
-    if SECOND:
-        second = tl.zeros([BLOCK_N, SECOND], tl.float32)
-    if GATED:
-        first_up = tl.zeros([BLOCK_N, FIRST], tl.float32)
-    if GATED and SECOND:
-        second_up = tl.zeros([BLOCK_N, SECOND], tl.float32)
+    first, second, first_up, second_up = no_sums(BLOCK_N, FIRST, SECOND, GATED)
     for block in tl.range(BLOCKS * split // SPLITS, BLOCKS * (split + 1) // SPLITS):
         k = block * BLOCK_K
         weight = weight_desc.load([column, k])
@@ -195,13 +202,13 @@ def _wide_kernel(
         first = gate_times_up(first, first_up, out_ptr.dtype.element_ty, False)
         if SECOND:
             second = gate_times_up(second, second_up, out_ptr.dtype.element_ty, False)
-    _store(first, out_ptr, token, column, num_tokens, num_columns, EVEN)
+    store_sums(first, out_ptr, token, column, num_tokens, num_columns, EVEN)
     if SECOND:
-        _store(second, out_ptr, token + FIRST, column, num_tokens, num_columns, EVEN)
+        store_sums(second, out_ptr, token + FIRST, column, num_tokens, num_columns, EVEN)
 
 
 @jit()
-def _store(acc, out_ptr, token, column, num_tokens, num_columns, EVEN: tl.constexpr):
+def store_sums(acc, out_ptr, token, column, num_tokens, num_columns, EVEN: tl.constexpr):
     """Columns by tokens, to [T, N]."""
     n = column + tl.arange(0, acc.shape[0])
     t = token + tl.arange(0, acc.shape[1])
