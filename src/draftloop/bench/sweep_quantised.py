@@ -2,11 +2,12 @@
 
     python -m draftloop.bench.sweep_quantised --formats fp8 --out fp8.json   # on the GPU; keeps what it has if cut off
     python -m draftloop.bench.sweep_quantised --show fp8.json                # anywhere: the tables again
+    python -m draftloop.bench.sweep_quantised --entries fp8.json             # anywhere: the entries of `MEASURED`
 
-Each layer is timed at few tokens, at some and at many, with the candidates of each. Every result is compared with exact
-sums first: what is wrong is listed and cannot win. Every time includes the kernel that follows the layer in a model:
-the norm that adds up the sums of split layers, and with many tokens the gated activation, which some candidates
-include. "bf16" is the same layer with plain weights, as the engine runs it.
+All layers are timed at few tokens, then at some, then at many, with the candidates of each. Every result is compared
+with exact sums first: what is wrong is listed and cannot win. Every time includes the kernel that follows the layer in
+a model: the norm that adds up the sums of split layers, and the gated activation where a candidate does not include it.
+"bf16" is the same layer with plain weights, as the engine runs it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, COLD_BYTES, DTYPE, OPERATIONS_PER_SECOND, time_us
 from draftloop.bench.stamp import stamp
+from draftloop.bench.sweep_view import entries, table, usable
 from draftloop.kernels import linear_planes, linear_w8a8
 from draftloop.kernels.gated_linear import gated_linear
 from draftloop.kernels.linear import linear, residual_linear
@@ -61,13 +64,15 @@ LAYERS = [
     Layer("qkv", 6144, 4096, Kind.PLAIN),
     Layer("o", 4096, 4096, Kind.SUMS),
 ]
-TOKENS = {"few": (6, 1), "many": (192, 96), "some": (32, 64)}
+TOKENS = {"few": (6, 1), "some": (48, 32, 64), "many": (192, 96)}
 """All candidates are timed at the first number, the fastest at the others too."""
 FINALISTS = 3
-PER_NAME = 1
+PER_NAME = 2
 """Candidates of each name that are finalists whatever the others do."""
 NUM_SMS = 132
 SHARED_BYTES = 226 << 10
+IN_FLIGHT = 26 << 10
+"""Bytes on their way to an SM at any time at full bandwidth, if they take 0.8 us."""
 MAX_ERROR = {"exact": 5e-3, "rounded": 0.045}
 """Of the norm of the difference to exact sums, with activations in 16 bits and in 8; larger: the kernel is wrong."""
 
@@ -111,12 +116,14 @@ def output(layer: Layer, splits: int, x: Tensor, *, gated: bool = False) -> Tens
 
 
 def planes(layer: Layer, tiles: PlaneTiles) -> Candidate:
+    gated = layer.kind is Kind.GATED
+
     def launch(copy: Copy, x: Tensor) -> tuple[Launch, Tensor]:
-        out = output(layer, tiles.splits, x)
-        call = linear_planes.launch_arguments(x, copy.weight.planes(), None, out, tiles=tiles)
+        out, activation = output(layer, tiles.splits, x, gated=gated), "silu" if gated else None
+        call = linear_planes.launch_arguments(x, copy.weight.planes(), None, out, tiles=tiles, activation=activation)
         return (linear_planes._linear_planes_kernel, *call), out
 
-    return launched("planes", tiles, launch)
+    return launched("planes_folded" if tiles.folds else "planes", tiles, launch)
 
 
 def w8a8(layer: Layer, tiles: WideTiles, *, gated: bool) -> Candidate:
@@ -171,31 +178,40 @@ def candidates(form: str, layer: Layer, regime: str) -> Iterator[Candidate]:
 
 def engine(layer: Layer, copy: Copy, x: Tensor) -> Tensor:
     """What the engine does now."""
-    if layer.kind is Kind.GATED and x.shape[0] > 64:
+    if layer.kind is Kind.GATED:
         return gated_linear(x, copy.weight)
     return (residual_linear if layer.kind is Kind.SUMS else linear)(x, copy.weight)
 
 
 def plane_tiles(layer: Layer, regime: str, *, integer: bool) -> Iterator[PlaneTiles]:
-    """Those that give every SM something to read, and fit shared memory with as much in flight as is of use."""
+    """Those that give every SM something to read, and fit shared memory with enough on its way.
+
+    Compiled for sm_90 none of them spills, and all read ahead; 8 warps do not with integers and 8 tokens, of which
+    each thread would copy 2 bytes. Warps of 32 rows take 2.1 instructions per integer, of 16 rows 2.4.
+    """
     shapes = {
-        "few": ((32, 256, 2), (32, 512, 2), (64, 128, 4), (64, 256, 4), (64, 256, 2), (128, 128, 4), (128, 256, 4)),
-        "some": ((64, 128, 4), (64, 256, 4), (128, 128, 4), (64, 128, 2)),
+        "few": ((32, 256, 2), (64, 128, 4), (64, 256, 4), (64, 256, 2), (128, 128, 4), (128, 256, 4)),
+        "some": ((64, 128, 4), (128, 128, 4), (128, 128, 8)),
         "many": ((64, 128, 4), (128, 128, 4), (128, 128, 8)),
     }[regime]
-    limits = {"few": (8,), "some": (32,), "many": (64, 128, 256)}[regime]
-    all_splits = (1, 2, 4, 8) if layer.kind is Kind.SUMS else (1,)
+    limits = {"few": (8,), "some": (32, 64), "many": (64, 128, 256)}[regime]
+    all_splits = (2, 4) if layer.kind is Kind.SUMS else (1,)
     for (block_n, block_k, warps), limit, splits in itertools.product(shapes, limits, all_splits):
         programs = -(-layer.columns // block_n) * splits
         weight_bytes = block_n * block_k // (2 if integer else 1)
-        room = min(5, SHARED_BYTES // (weight_bytes + limit * block_k * DTYPE.itemsize))
-        enough = 60 if regime == "many" else 90
-        if layer.size % (block_k * splits) or not enough <= programs <= 900:
+        room = SHARED_BYTES // (weight_bytes + limit * block_k * DTYPE.itemsize)
+        length = layer.size // (block_k * splits)
+        if layer.size % (block_k * splits) or length < 4 or not (60 if regime == "many" else 90) <= programs <= 600:
             continue
         if room < 3 or limit * block_n > 4096 * warps:
             continue
-        for stages in sorted({3, room} if regime == "few" and block_k == 128 else {min(4, room)}):
+        depths = (1.5, 3) if regime == "few" else (3,)
+        wanted = IN_FLIGHT / max(1, programs / NUM_SMS) / weight_bytes
+        all_stages = sorted({max(3, min(2 + math.ceil(wanted * depth), length + 1, room)) for depth in depths})
+        for stages in all_stages:
             yield PlaneTiles(block_n, block_k, splits, limit, warps, stages)
+        if integer:
+            yield PlaneTiles(block_n, block_k, splits, limit, warps, all_stages[-1], folds=True)
 
 
 def wide_tiles(layer: Layer, tokens: int) -> Iterator[WideTiles]:
@@ -225,15 +241,12 @@ class Cell(NamedTuple):
 def plan(forms: list[str], regimes: list[str], pool: ThreadPoolExecutor, device: torch.device) -> list[Cell]:
     """Has everything compiled, what is measured first first."""
     cells = []
-    for form, layer in itertools.product(forms, LAYERS):
-        weight = FORMATS[form](layer.columns, layer.size, device)
-        blank = Copy(weight, torch.empty(0, device=device))
-        for regime in regimes:
-            found = []
-            for candidate in candidates(form, layer, regime):
-                futures = [pool.submit(compile_ahead, candidate, blank, TOKENS[regime], layer.size)]
-                found.append((candidate, futures[0]))
-            cells.append(Cell(form, layer, regime, found))
+    for regime, form, layer in itertools.product(regimes, forms, LAYERS):
+        blank = Copy(FORMATS[form](layer.columns, layer.size, device), torch.empty(0, device=device))
+        found = []
+        for candidate in candidates(form, layer, regime):
+            found.append((candidate, pool.submit(compile_ahead, candidate, blank, TOKENS[regime], layer.size)))
+        cells.append(Cell(form, layer, regime, found))
     return cells
 
 
@@ -268,8 +281,7 @@ def measure(cell: Cell, copies: list[Copy], device: torch.device) -> dict[str, A
     def rest(out: Tensor, residual: Tensor) -> Tensor:
         if layer.kind is Kind.SUMS:
             return add_rms_norm(out, residual, norm, 1e-5)[0]
-        gated = layer.kind is Kind.GATED and many and out.shape[-1] == layer.columns
-        return silu_mul(out) if gated else out
+        return silu_mul(out) if layer.kind is Kind.GATED and out.shape[-1] == layer.columns else out
 
     def error(candidate: Candidate, x: Tensor) -> float:
         out = candidate.run(copies[0], x)
@@ -324,33 +336,11 @@ def measure(cell: Cell, copies: list[Copy], device: torch.device) -> dict[str, A
     }
 
 
-def usable(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [result for result in results if "us" in result and is_right(result)]
-
-
-def is_right(result: dict[str, Any]) -> bool:
-    return result["error"] < result["limit"]
-
-
-def table(row: dict[str, Any]) -> Iterator[str]:
-    yield f"{row['format']:10} {row['layer']:8} T={row['tokens']}  floor {row['floor_us']:6.1f} us"
-    for result in usable(row["results"]):
-        if "other_us" in result:
-            others = ", ".join(f"T={tokens} {us:.1f}" for tokens, us in result["other_us"].items())
-            tiles = tuple(result["tiles"])
-            yield f"    {result['us']:6.1f} us  {result['name']:12} {tiles}  {others}  error {result['error']:.1e}"
-    for result in row["results"]:
-        if "error" in result and not is_right(result):
-            yield f"    WRONG by {result['error']:.2g}: {result['name']} {result['tiles']}"
-    if failed := [result for result in row["results"] if "failed" in result]:
-        names = ", ".join(sorted({result["name"] for result in failed}))
-        yield f"    {len(failed)} failed ({names}), the first with {failed[0]['failed'][:160]}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON of results; written anew after every layer")
     parser.add_argument("--show", type=Path, help="print the tables of such a file, and measure nothing")
+    parser.add_argument("--entries", type=Path, help="print what such a file makes of `MEASURED`, and measure nothing")
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["int4", "fp8"])
     parser.add_argument("--regimes", nargs="+", choices=list(TOKENS), default=list(TOKENS))
     parser.add_argument("--seconds", type=float, default=100, help="start no new measurement after this long")
@@ -358,6 +348,9 @@ def main() -> None:
     if args.show:
         for row in json.loads(args.show.read_text())["rows"]:
             print(*table(row), sep="\n")
+        return
+    if args.entries:
+        print(*entries(json.loads(args.entries.read_text())["rows"]), sep="\n")
         return
     begin, device = time.perf_counter(), torch.device("cuda")
     report: dict[str, Any] = {"stamp": stamp(), "rows": []}
