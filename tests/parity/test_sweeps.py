@@ -1,0 +1,81 @@
+"""The sweeps over tiles run, compare and print; without a GPU each call is made once, and its time is made up."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from draftloop.bench import sweep_experts, sweep_quantised, sweep_view
+from draftloop.kernels.linear import Tiles
+from draftloop.kernels.linear_planes import PlaneTiles
+from draftloop.kernels.linear_wide import Kind
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> torch.device:
+    """The device, for a sweep of small layers."""
+    monkeypatch.setattr(sweep_quantised, "COLD_BYTES", 1)
+    monkeypatch.setattr(sweep_quantised, "TOKENS", {"few": (3, 1), "some": (5,)})
+    if device.type == "cpu":
+        for sweep in (sweep_quantised, sweep_experts):
+            monkeypatch.setattr(sweep, "DTYPE", torch.float16)  # the interpreter multiplies no bf16
+            monkeypatch.setattr(sweep, "time_us", made_up)
+    return device
+
+
+def made_up(calls: list, **_) -> tuple[float, float, float]:
+    calls[0]()
+    return 2.0, 1.0, 3.0
+
+
+def done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def test_experts(small: torch.device) -> None:
+    mixture = sweep_experts.Mixture("small", 4, 64, 32, 2, (1, 3), 40)
+    weights = sweep_experts.weights_of(mixture, small)
+    for gated in (True, False):
+        layer = sweep_experts.Layer(mixture, gated=gated, tall=False)
+        compiled = {(16, Tiles(32, 32, 1, 4, 3)): done()}
+        sweep_experts.compile_one(layer, *compiled, weights, sweep_experts.routed(mixture, 1, small))
+        row = sweep_experts.measure(layer, compiled, weights)
+        assert len(sweep_experts.usable(row)) == 1
+        assert "T=3 " in "\n".join(sweep_experts.table(row))
+        assert "(16, Tiles(block_n=32" in "\n".join(sweep_experts.entry(row))
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_quantised_layers(small: torch.device, form: str) -> None:
+    rows = []
+    for kind in (Kind.GATED, Kind.SUMS):
+        layer = sweep_quantised.Layer(kind.value, 64, 256, kind)
+        tiles = PlaneTiles(32, 128, 2 if kind is Kind.SUMS else 1, 8, 4, 3, folds=form == "int4")
+        found = [(sweep_quantised.planes(layer, tiles), done())]
+        copies = sweep_quantised.copies_of(form, layer, small)
+        for regime in ("few", "some"):
+            rows.append(sweep_quantised.measure(sweep_quantised.Cell(form, layer, regime, found), copies, small))
+            assert len(sweep_view.usable(rows[-1]["results"])) == 1, rows[-1]
+            assert " us  planes" in "\n".join(sweep_view.table(rows[-1]))
+    printed = "\n".join(sweep_view.entries(rows))
+    assert f"{form}: (64, 256, True): {{" in printed
+    assert "    64: PlaneTiles(block_n=32, block_k=128, splits=2" in printed
+
+
+def test_candidates_fit() -> None:
+    """In shared memory and in a pipeline."""
+    for layer in sweep_quantised.LAYERS:
+        for regime, integer in (("few", True), ("few", False), ("some", True), ("many", True)):
+            for tiles in sweep_quantised.plane_tiles(layer, regime, integer=integer):
+                assert layer.size % (tiles.block_k * tiles.splits) == 0
+                weights = tiles.block_n * tiles.block_k // (2 if integer else 1)
+                shared = tiles.num_stages * (weights + 2 * tiles.max_tokens * tiles.block_k)
+                assert shared <= sweep_quantised.SHARED_BYTES
+    for layer in sweep_experts.LAYERS:
+        for block_m, tiles in sweep_experts.candidates(layer):
+            tile = layer.halves * tiles.block_n + block_m
+            assert 2 * tiles.num_stages * tiles.block_k * tile <= sweep_experts.SHARED_BYTES
