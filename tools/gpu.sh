@@ -4,7 +4,8 @@
 #   bench   the rows of docs/numbers/h200.md, most important first (about 3 minutes on an H200)
 #   start   start-up with every graph captured, the second time, when kernels are cached (about 1 minute)
 #   blocks  block drafters, and a tree of 16 drafts (about 90 s)
-#   quant   weights of 8 and 4 bits: decoding, and a sweep over the tiles of their kernels (about 3 minutes)
+#   quant   weights of 8 and 4 bits: rows, a sweep over the tiles of their kernels, their tests (at most 5 minutes)
+#   quant_rows  the first of these, to be repeated with the tiles that the sweep found (about 1 minute)
 #   sampling  every second request with every parameter, against greedy in the same run (about 1 minute)
 #   tp      two GPUs that share a model: the 8B and a 70B shape, with what the GPUs exchange (about 5 minutes)
 #   tp_tests  the GPU tests of several GPUs (about 5 minutes)
@@ -12,7 +13,7 @@
 #   adaptive  no drafts, 1, 3 and 5 of them, and adaptive, at 1 to 256 requests at a time (about 4 minutes)
 #   compare  SmolLM2 with each drafter that is shipped, in turns: tokens per step and per second (about 4 minutes)
 #   soak    9.5 minutes of mixed traffic, memory and stalls watched
-#   moe     a mixture of experts, Qwen3-30B-A3B's shape: decoding, and with drafts (about 2 minutes)
+#   moe     mixtures of experts: a sweep over tiles, Qwen3-30B-A3B's shape plain and with drafts, tests (about 4 minutes)
 #   all     bench, start, blocks, quant, sampling, tests
 # Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
 set -uo pipefail
@@ -69,12 +70,26 @@ blocks() {
 }
 
 quant() {
-  for bits in fp8 int4; do
-    latency "none-8b-$bits" llama-3.1-8b $(rows 32 1,8,32) --quantization "$bits"
-    latency "eagle3-8b-$bits" llama-3.1-8b $(rows 32 1,8,32) -sc "$eagle3" --quantization "$bits"
-  done
+  quant_rows
+  sweep quantised int4 --formats int4 --seconds 60
+  sweep quantised fp8 --formats fp8 --regimes few some --seconds 40
+  timeout 90 "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider -n "${WORKERS:-12}" \
+    tests/parity/test_quantized_linears.py tests/parity/test_kernels.py tests/parity/test_sweeps.py \
+    2>&1 | tee "$out/gpu-tests-quant.txt" || failed=1
+}
+
+quant_rows() {
+  latency none-8b-int4 llama-3.1-8b $(rows 32 1,8,32) --quantization int4
+  latency none-8b-fp8 llama-3.1-8b $(rows 32 1,8,32) --quantization fp8
+  latency eagle3-8b-fp8 llama-3.1-8b $(rows 32 1,8,32) -sc "$eagle3" --quantization fp8
+}
+
+sweep() { # module, name of the file, then its other arguments; at the end the entries for `MEASURED`
+  local module="draftloop.bench.sweep_$1" file="$out/sweep/$2.json"
+  shift 2
   mkdir -p "$out/sweep"
-  "$python" -m draftloop.bench.sweep_quantised --out "$out/sweep/quantised.json" || failed=1
+  timeout 120 "$python" -m "$module" --out "$file" "$@" || failed=1
+  "$python" -m "$module" --entries "$file" || failed=1
 }
 
 sampling() { # drafts are drawn, and accepted by chance: what an iteration takes does not depend on how many
@@ -151,11 +166,14 @@ soak() {
     -sc "$eagle3" --minutes "${MINUTES:-9.5}" --out "$out/soak-8b.json" || failed=1
 }
 
-moe() { # a mixture of experts, plain and with drafts
+moe() { # mixtures of experts: tiles, one model plain and with drafts, tests
   local drafts
   drafts="$(drafter eagle3 eagle3-qwen3-30b-a3b 5 3.5)"
+  sweep experts experts --seconds 60
   latency none-qwen3-30b-a3b qwen3-30b-a3b $(rows 32 1,8,32)
   latency eagle3-qwen3-30b-a3b qwen3-30b-a3b $(rows 32 1,8,32) -sc "$drafts"
+  timeout 90 "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/parity/test_moe_kernels.py 2>&1 |
+    tee "$out/gpu-tests-moe.txt" || failed=1
 }
 
 tests() {
@@ -167,7 +185,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | sampling | tp | tp_tests | dp | adaptive | compare | soak | moe) "$part" ;;
+  tests | bench | start | blocks | quant | quant_rows | sampling | tp | tp_tests | dp | adaptive | compare | soak | moe) "$part" ;;
   all)
     bench
     start
@@ -177,7 +195,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, sampling, tp, tp_tests, dp, adaptive, compare, soak, moe, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, tp, tp_tests, dp, adaptive, compare, soak, moe, all" >&2
     exit 2
     ;;
 esac

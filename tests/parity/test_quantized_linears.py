@@ -93,13 +93,13 @@ def test_linear(device: torch.device, name: str, tokens: int) -> None:
         assert off(sums[1], x[:, 128:].double() @ floats[:, 128:].double().T) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["int4 of 128", "int4 of 64"])
-def test_zero_points_taken_off_the_sums(device: torch.device, name: str) -> None:
-    """Lose nothing that fp32 sums would keep, in loops of one group and of several."""
+@pytest.mark.parametrize("name", ["int4 of 128", "int4 of 128, zeros", "int4 of 32, zeros", "fp8 per block"])
+def test_scales_are_those_of_their_groups(device: torch.device, name: str) -> None:
+    """They are read ahead, in loops of one group and of several. Zero points lose nothing that fp32 sums would keep."""
     weight, floats = make(name, 48, 512, device)
     x = torch.randn(6, 512, device=device).to(half(device))
     for block_k in (128, 256):
-        sums = weight.linear_split_triton(x, tiles=SMALL._replace(splits=2, block_k=block_k, folds=True))
+        sums = weight.linear_split_triton(x, tiles=SMALL._replace(splits=2, block_k=block_k, prefetch=True))
         assert off(sums.sum(0), x.double() @ floats.double().T) < 1e-6
 
 
@@ -271,7 +271,7 @@ def test_measured_tiles_split_a_layer_alike_for_any_number_of_tokens(kind: type[
     """And some of them serve any number where a token's sums must not depend on the others."""
     for layers in kind.measured.values():
         for (_, size, may_split), by_tokens in layers.items():
-            assert len({(tiles.splits, tiles.folds) for tiles in by_tokens.values()}) == 1
+            assert len({tiles.splits for tiles in by_tokens.values()}) == 1
             assert all(size % (tiles.block_k * tiles.splits) == 0 for tiles in by_tokens.values())
             assert may_split or all(tiles.splits == 1 for tiles in by_tokens.values())
             assert list(by_tokens) == sorted(by_tokens)

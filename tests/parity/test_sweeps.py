@@ -54,7 +54,7 @@ def test_quantised_layers(small: torch.device, form: str) -> None:
     rows = []
     for kind in (Kind.GATED, Kind.SUMS):
         layer = sweep_quantised.Layer(kind.value, 64, 256, kind)
-        tiles = PlaneTiles(32, 128, 2 if kind is Kind.SUMS else 1, 8, 4, 3, folds=form == "int4")
+        tiles = PlaneTiles(32, 128, 2 if kind is Kind.SUMS else 1, 8, 4, 3, prefetch=form == "int4")
         found = [(sweep_quantised.planes(layer, tiles), done())]
         copies = sweep_quantised.copies_of(form, layer, small)
         for regime in ("few", "some"):

@@ -123,7 +123,7 @@ def planes(layer: Layer, tiles: PlaneTiles) -> Candidate:
         call = linear_planes.launch_arguments(x, copy.weight.planes(), None, out, tiles=tiles, activation=activation)
         return (linear_planes._linear_planes_kernel, *call), out
 
-    return launched("planes_folded" if tiles.folds else "planes", tiles, launch)
+    return launched("planes_prefetch" if tiles.prefetch else "planes", tiles, launch)
 
 
 def w8a8(layer: Layer, tiles: WideTiles, *, gated: bool) -> Candidate:
@@ -210,8 +210,8 @@ def plane_tiles(layer: Layer, regime: str, *, integer: bool) -> Iterator[PlaneTi
         all_stages = sorted({max(3, min(2 + math.ceil(wanted * depth), length + 1, room)) for depth in depths})
         for stages in all_stages:
             yield PlaneTiles(block_n, block_k, splits, limit, warps, stages)
-        if integer:
-            yield PlaneTiles(block_n, block_k, splits, limit, warps, all_stages[-1], folds=True)
+        if regime == "few":
+            yield PlaneTiles(block_n, block_k, splits, limit, warps, all_stages[-1], prefetch=True)
 
 
 def wide_tiles(layer: Layer, tokens: int) -> Iterator[WideTiles]:

@@ -39,12 +39,12 @@ def table(row: dict[str, Any]) -> Iterator[str]:
 
 
 def entries(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Of each format and layer the fastest tiles by number of tokens, all of which must add up alike."""
+    """Of each format and layer the fastest tiles by number of tokens, all of which must split K alike."""
     for form, layer in dict.fromkeys((row["format"], row["layer"]) for row in rows):
         cells = [row for row in rows if (row["format"], row["layer"]) == (form, layer)]
         by_planes = [row for row in cells if form.startswith("int4") or row["regime"] != "many"]
-        alike = [tiles_like(key, by_planes) for key in sums_made(by_planes)]
-        if whole := [found for found in alike if len(found) == len(by_planes)]:
+        alike = [fastest(by_planes, splits) for splits in (1, 2, 4)]
+        if whole := [found for found in alike if len(found) == len(by_planes) > 0]:
             columns, size, kind = (cells[0][name] for name in ("columns", "size", "kind"))
             yield f"{form}: ({columns}, {size}, {kind == Kind.SUMS}): {{"
             for regime, result in min(whole, key=lambda found: sum(result["us"] for result in found.values())).items():
@@ -56,25 +56,11 @@ def entries(rows: list[dict[str, Any]]) -> Iterator[str]:
                 yield f"w8a8: ({row['columns']}, {row['size']}, {row['kind']}): {tiles},  # {wide[0]['us']:.1f} us"
 
 
-def sums_made(rows: list[dict[str, Any]]) -> set[tuple[int, bool]]:
-    """Ways to add up: how often K is split, and whether zero points are taken off the sums."""
-    return {way_of(result) for row in rows for result in usable(row["results"]) if is_planes(result)}
-
-
-def tiles_like(way: tuple[int, bool], rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Regime -> the fastest that adds up this way."""
+def fastest(rows: list[dict[str, Any]], splits: int) -> dict[str, dict[str, Any]]:
+    """Regime -> the fastest by planes that splits K so."""
     found = {}
     for row in rows:
-        alike = [result for result in usable(row["results"]) if is_planes(result) and way_of(result) == way]
-        if alike:
+        by_planes = (result for result in usable(row["results"]) if result["name"].startswith("planes"))
+        if alike := [result for result in by_planes if PlaneTiles(*result["tiles"]).splits == splits]:
             found[row["regime"]] = alike[0]
     return found
-
-
-def is_planes(result: dict[str, Any]) -> bool:
-    return result["name"].startswith("planes")
-
-
-def way_of(result: dict[str, Any]) -> tuple[int, bool]:
-    tiles = PlaneTiles(*result["tiles"])
-    return tiles.splits, tiles.folds

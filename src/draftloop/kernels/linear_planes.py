@@ -4,9 +4,9 @@ The words of a tile have the shape and the width of a tile of 16-bit weights, so
 registers as such a tile would, and each plane is taken out of them there, two words at a time. Weights are the M side
 of the products: with few tokens that takes half as many instructions, and no padding beyond 8 tokens.
 
-Values are exact, integers less their zero point too; sums are fp32, and scaled group by group. Where zero points are
-taken off the sums (`PlaneTiles.folds`), a group's sum is one of values up to 31 first, which costs it up to 5 of its
-24 bits.
+Values are exact; sums are fp32, and scaled group by group. A zero point that all weights share is taken off each of
+them, exactly. Zero points per group are taken off the group's sum, by a product with ones: the sum is one of values up
+to 31 before, which costs no more than fp32 sums lose anyway.
 
 `packed_values` says how they are packed. All rows of one block of K lie side by side, so that a tile is read as one
 piece.
@@ -31,6 +31,9 @@ MIN_TOKENS = 8
 """Of a product of tensor cores."""
 
 
+_PREFETCH_ASM = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+
+
 class PlaneTiles(NamedTuple):
     """Launch parameters."""
 
@@ -41,8 +44,8 @@ class PlaneTiles(NamedTuple):
     """Of one program."""
     num_warps: int
     num_stages: int
-    folds: bool = False
-    """Zero points are taken off the sums, by a product with ones, even where a layer has one for all weights."""
+    prefetch: bool = False
+    """Of a program's first weights into L2, before it waits for the kernel in front."""
 
 
 @jit()
@@ -73,13 +76,13 @@ def _linear_planes_kernel(
     SCALE_ROWS: tl.constexpr,  # rows that share a scale
     ROW_SCALE: tl.constexpr,
     ZERO: tl.constexpr,
-    FOLD: tl.constexpr,  # zero points are taken off the sums
     SURPLUS: tl.constexpr,
     PLACE: tl.constexpr,
     BASE: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    PREFETCH_ASM: tl.constexpr,  # None: no prefetching
     ASM: tl.constexpr,  # None in the interpreter
     MINUS_ASM: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -103,6 +106,10 @@ def _linear_planes_kernel(
     if GATED:  # 8 gates, then what they multiply: a thread gets both sums
         i = tl.arange(0, BLOCK_N)
         row = tl.minimum(tl.program_id(1) * OUTPUTS + i // 16 * 8 + i % 8, num_outputs - 1) + i // 8 % 2 * num_outputs
+    if PREFETCH_ASM is not None:
+        for block in tl.static_range(min(STAGES * BLOCK_K, PART) // 128):
+            ahead = packed_ptr + ((split * (PART // 128) + block) * num_columns + row) * WORDS
+            tl.inline_asm_elementwise(PREFETCH_ASM, "=r,l", [ahead.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -133,14 +140,14 @@ def _linear_planes_kernel(
                 live = t_live[None, :] if SIZE % 128 == 0 else t_live[None, :] & (k < SIZE)[:, None]
                 x = tl.load(x_ptr + t[None, :] * SIZE + k[:, None], mask=live, other=0.0)
                 weight = planes[plane]
-                if FOLD:
+                if ZERO:
                     totals = tl.dot(tl.full([BLOCK_N, WORDS], 1.0, HALF), x, totals)
                 elif PLANES == 4:
                     weight = minus(weight, tl.full([BLOCK_N, WORDS], 8.0 + SURPLUS, HALF), MINUS_ASM)
                 sums = tl.dot(weight, x, sums)
                 if GROUP and (WORDS * plane + WORDS) % GROUP == 0:
-                    if FOLD:
-                        sums -= totals * ((zero.to(tl.float32) + SURPLUS)[:, None] if ZERO else 8.0 + SURPLUS)
+                    if ZERO:
+                        sums -= totals * (zero.to(tl.float32) + SURPLUS)[:, None]
                     acc += sums * scale.to(tl.float32)[:, None]
                     sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
                     totals = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -206,8 +213,7 @@ def launch_arguments(
     assert tiles.splits == 1 or activation is None
     block_t = tiles.max_tokens if is_wanted() else min(tiles.max_tokens, max(MIN_TOKENS, next_power_of_2(num_tokens)))
     integer = weight.num_planes == 4
-    folds = integer and (tiles.folds or weight.zero_GN is not None)
-    mantissa = (HIGHEST if folds else LOWEST)[dtype]
+    mantissa = (LOWEST if weight.zero_GN is None else HIGHEST)[dtype]
     asm = int4_asm(mantissa.base(dtype), mantissa.place) if integer else FP8_ASM[dtype]
     arguments = (
         x_TK,
@@ -229,13 +235,13 @@ def launch_arguments(
         SCALE_ROWS=weight.scale_rows,
         ROW_SCALE=weight.row_scale_N is not None,
         ZERO=weight.zero_GN is not None,
-        FOLD=folds,
         SURPLUS=mantissa.surplus,
         PLACE=mantissa.place,
         BASE=mantissa.base(dtype),
         BIAS=bias_N is not None,
         GATED=activation is not None,
         GELU=activation == "gelu_tanh",
+        PREFETCH_ASM=_PREFETCH_ASM if tiles.prefetch and x_TK.is_cuda else None,
         ASM=asm if x_TK.is_cuda else None,
         MINUS_ASM=MINUS_ASM[dtype] if x_TK.is_cuda else None,
         BLOCK_T=block_t,

@@ -86,7 +86,7 @@ class Mantissa(NamedTuple):
 LOWEST = {torch.bfloat16: Mantissa(128, 0), torch.float16: Mantissa(1024, 0)}
 """One shift less."""
 HIGHEST = {torch.bfloat16: Mantissa(16, 3), torch.float16: Mantissa(16, 6)}
-"""The least surplus, which sums can be rid of without losing more than some of their last bits."""
+"""The least surplus, for sums that are rid of it."""
 
 
 @jit()

@@ -30,7 +30,7 @@ MAX_TOKENS = 128
 INVARIANT_TOKENS = 64
 """The tiles of this many serve any number where a token's sums must not depend on the others."""
 TilesByTokens = Mapping[int, PlaneTiles]
-"""The last number of tokens, ascending -> tiles up to it. K is split, and zero points taken off, alike in all."""
+"""The last number of tokens, ascending -> tiles up to it. K is split alike in all of them."""
 Measured = Mapping[str, Mapping[tuple[int, int, bool], TilesByTokens]]
 """GPU -> (N, K, may split) -> the fastest tiles."""
 
