@@ -304,13 +304,14 @@ def test_tensors_that_do_not_fit_are_named(change: dict[str, Any], words: str, t
     [
         ({"lora_modules": ("x=/nowhere",)}, "/nowhere is no adapter: it must be a folder with adapter_config.json"),
         ({"lora_modules": ("nameless",)}, "lora_modules has 'nameless'; it must be NAME=FOLDER"),
+        ({"lora_modules": ('{"name": 1, "path": 2}',)}, "lora_modules has .*; it must be NAME=FOLDER"),
         ({"lora_modules": ("x=/a", "x=/b"), "max_loras": 2}, "lora_modules has 'x=/b'.*each name once"),
         ({"lora_modules": ("x=/a", "y=/b")}, "lora_modules is .* at most max_loras, 1"),
         ({"enable_lora": False}, "lora_modules is .* without enable_lora"),
         ({"max_lora_rank": 12}, "max_lora_rank is 12; it must be a power of 2"),
         ({"max_loras": 0}, "max_loras is 0"),
     ],
-    ids=["folder", "form", "twice", "many", "off", "rank", "none"],
+    ids=["folder", "form", "types", "twice", "many", "off", "rank", "none"],
 )
 def test_settings_that_cannot_work_are_named(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

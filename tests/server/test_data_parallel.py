@@ -14,11 +14,13 @@ import pytest
 from servers import EAGER, LONG_LIMITS, PATIENCE_S, running
 
 from draftloop.config import EngineConfig
+from draftloop.distributed.replica import Replica
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
+from draftloop.request import SamplingParams
 from draftloop.server import client as client_module
 from draftloop.server.messages import AdapterCounters, Counters, Failed, total
-from helpers import tiny_model
+from helpers import answers, engine, make_engine, tiny_model
 
 LONG = {"prompt": "x", "temperature": 0, "max_tokens": 8000, "ignore_eos": True}
 
@@ -142,3 +144,16 @@ def test_counters_of_engines_are_summed_place_by_place():
     )
     twice = AdapterCounters(num_spec_steps=2, num_draft_tokens=4, num_accepted_tokens=2)
     assert both == Counters(prompt_tokens=7, acceptance_histogram=[1, 2], by_adapter={"a": twice, "b": one})
+
+
+def test_requests_without_a_seed_are_answered_alike_by_no_two_engines():
+    """Else a client that samples a prompt many times gets each answer once from every engine."""
+    params = SamplingParams(temperature=3, max_tokens=16)
+    first = answers(engine(enforce_eager=True, seed=5).generate([[1, 2, 3]] * 2, params))
+    found = []
+    for replica in (Replica(size=2), Replica(rank=1, size=2), Replica(name="other")):
+        llm = make_engine(enforce_eager=True, seed=5, data_parallel_size=replica.size, replica=replica)
+        found.append(answers(llm.generate([[1, 2, 3]] * 2, params)))
+        llm.close()
+    assert found[0] == first, "the first one draws as if it were alone"
+    assert len({tuple(tokens) for two in found for tokens in two}) == 6

@@ -155,3 +155,5 @@ def test_a_session_that_the_client_names_stays_and_other_requests_have_none():
     assert session({"prompt": "x"}, [(b"x-session-id", b"mine")]) == b"mine"
     assert session({"prompt": "x"}, path="/tokenize") is None
     assert session({"model": "x"}) is None
+    nested = b'{"messages": ' + b"[" * 100_000
+    assert ask(Replicas(answers(200)), nested)[0] == 200, "the server says what is wrong with it"

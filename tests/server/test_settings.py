@@ -14,7 +14,8 @@ from draftloop import cli
 from draftloop.config import EngineConfig
 from draftloop.errors import ConfigError, RequestError
 from draftloop.server import run as run_module
-from draftloop.server.client import EngineClient, EngineUnavailableError
+from draftloop.server.client import EngineClient, EngineUnavailableError, wait_for_state
+from draftloop.server.engine_rank import EngineRank
 from draftloop.server.log_stats import stats_lines
 from draftloop.server.messages import AdapterCounters, Counters, Ending, Ready
 from draftloop.server.metrics import Metrics
@@ -109,6 +110,23 @@ def test_room_is_for_rows_and_those_that_wait():
         client.check_room(6)
         with pytest.raises(RequestError, match="n asks for 7 answers; this server holds at most 6"):
             client.check_room(7)
+
+    asyncio.run(check())
+
+
+def test_a_message_that_cannot_be_taken_ends_the_server_rather_than_all_answers_for_ever(monkeypatch, caplog):
+    async def unreadable(self):
+        raise ValueError("no message")
+
+    monkeypatch.setattr(EngineRank, "start", lambda self, *args, **options: None)
+    monkeypatch.setattr(EngineRank, "receive", unreadable)
+
+    async def check() -> None:
+        client = EngineClient(EngineConfig(model="m"), max_waiting=2, silence_s=100)
+        client.start()
+        await asyncio.wait_for(wait_for_state(client, "dead"), 10)
+        assert client.reason == "what listens to the engine has failed: ValueError: no message"
+        await client.close()
 
     asyncio.run(check())
 

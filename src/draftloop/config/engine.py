@@ -174,6 +174,8 @@ class EngineConfig:
                     name, path = given["name"], given["path"]
                 except (ValueError, KeyError):
                     name = path = ""
+            if not (isinstance(name, str) and isinstance(path, str)):
+                name = path = ""
             if not name or not path or name in found:
                 limit = "NAME=FOLDER, or JSON with name and path, and each name once"
                 raise ConfigError(f"lora_modules has {text!r}; it must be {limit}")

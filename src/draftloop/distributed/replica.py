@@ -13,6 +13,12 @@ class Replica:
     size: int = 1
     store: str | None = None
     """File in a private folder where they meet, if they step together."""
+    name: str = ""
+    """Of the server that it belongs to, where there are several of the same settings."""
+
+    def seed(self, given: int) -> str:
+        """For requests without a seed: no two engines draw the same for requests of the same number."""
+        return " ".join(filter(None, [str(given), self.name, str(self.rank) if self.rank else ""]))
 
 
 ALONE = Replica()

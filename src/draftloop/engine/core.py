@@ -19,6 +19,7 @@ from draftloop.engine.worker import Worker
 from draftloop.errors import RequestError
 from draftloop.request import LoRARequest, SamplingParams
 from draftloop.sampling.grammar import GrammarCompiler
+from draftloop.sampling.sampler import request_seed
 from draftloop.scheduler.batch import Adapter, Sequence, Stage, StepPlan
 from draftloop.scheduler.scheduler import NOTHING, Scheduler
 from draftloop.scheduler.step_shape import NO_STEP, StepShape
@@ -34,17 +35,21 @@ class EngineCore:
         *,
         vocab_size: int,
         eos_ids: frozenset[int],
+        seed: str,
         pipeline_depth: int,
         tokenizer=None,
         max_logprobs: int = 0,
         adapters: Adapters | None = None,
         lockstep: Lockstep | None = None,
     ) -> None:
-        """`lockstep`: with the ranks that take every step together with this one. All of them call `step` then,
-        with something to do or without."""
+        """`seed` is that of requests without one.
+
+        `lockstep`: with the ranks that take every step together with this one. All of them call `step` then, with
+        something to do or without.
+        """
         self.scheduler, self.worker, self.tokenizer, self.adapters = scheduler, worker, tokenizer, adapters
         self.lockstep = lockstep
-        self.vocab_size, self.eos_ids, self.pipeline_depth = vocab_size, eos_ids, pipeline_depth
+        self.vocab_size, self.eos_ids, self.seed, self.pipeline_depth = vocab_size, eos_ids, seed, pipeline_depth
         self.checker = RequestChecker(
             vocab_size=vocab_size,
             max_model_len=scheduler.max_model_len,
@@ -103,6 +108,7 @@ class EngineCore:
             prompt_ids=prompt_ids,
             params=params,
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
+            seed=request_seed(params, self.seed, self._count),
             speculation=max_drafts > 0,
             max_drafts=max_drafts,
             traced=traced,

@@ -137,7 +137,7 @@ def start(
     try:
         if ranks.followers is not None:
             ranks.followers.send(config)
-        return _build(config, source, model_config, resolved, ranks, clock, progress=progress)
+        return _build(config, source, model_config, resolved, ranks, replica, clock, progress=progress)
     except Exception as error:
         if ranks.followers is not None:
             if not isinstance(error, DraftloopError):
@@ -152,6 +152,7 @@ def _build(
     model_config: ModelConfig,
     resolved: Resolved,
     ranks: Ranks,
+    replica: Replica,
     clock: _Clock,
     *,
     progress: bool,
@@ -335,7 +336,6 @@ def _build(
             state,
             drafter,
             pool,
-            seed=config.seed,
             overlaps=resolved.pipeline_depth > 1,
             loop=loop,
             processors=processors,
@@ -343,6 +343,7 @@ def _build(
         ),
         vocab_size=model_config.vocab_size,
         eos_ids=frozenset(eos_token_ids(source)),
+        seed=replica.seed(config.seed),
         pipeline_depth=resolved.pipeline_depth,
         tokenizer=tokenizer,
         max_logprobs=config.max_logprobs,

@@ -27,7 +27,7 @@ from draftloop.graphs.table import GraphTable
 from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import MAX_STOP_IDS, NO_DRAFT, NO_STOP, NULL_PAGE, RowState
 from draftloop.sampling.logits_processors import LogitsProcessor
-from draftloop.sampling.sampler import SamplingKind, request_seed
+from draftloop.sampling.sampler import SamplingKind
 from draftloop.scheduler.batch import Chunk, Sequence, StepPlan
 from draftloop.scheduler.step_shape import StepShape
 
@@ -62,7 +62,6 @@ class Worker:
         drafter: Drafter | None,
         pool: CachePool,
         *,
-        seed: int,
         overlaps: bool,
         loop: DeviceLoop | None = None,
         processors: Many[LogitsProcessor] = (),
@@ -74,7 +73,7 @@ class Worker:
         self.table, self.state, self.drafter, self.loop = table, state, drafter, loop
         self.processors, self.pool = processors, pool
         self._drafter_has_caches = drafter is not None and bool(drafter.cache_specs())
-        self.seed, self.overlaps = seed, overlaps
+        self.overlaps = overlaps
         self.device = state.num_tokens_M.device
         self.tree = drafter.tree if drafter else DraftTree.chain(0)
         self.num_drafts = self.tree.num_drafts
@@ -113,7 +112,7 @@ class Worker:
             (state.top_k_M, params.top_k),
             (state.top_p_M, params.top_p),
             (state.min_p_M, params.min_p),
-            (state.seed_M, request_seed(params, self.seed, sequence.number)),
+            (state.seed_M, sequence.seed),
         ):
             column[row].fill_(value)
         if state.adapter_M is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
@@ -402,8 +403,10 @@ class GraphTable:
     def report(self) -> GraphReport:
         """Phase x size: mode, milliseconds, memory, use, and the reason where there is no graph."""
         rows = []
+        gaps, entries = self.uncovered(), defaultdict[str, list[tuple[Key, Entry]]](list)
+        for key in sorted(self._entries):
+            entries[key.phase].append((key, self._entries[key]))
         for name, state in self._states.items():
-            captured = sorted((k, e) for k, e in self._entries.items() if k.phase == name)
             asked, ragged = self._asked(state).value, state.phase.tokens_per_row is None
             rows += [
                 CoverageRow(
@@ -412,9 +415,9 @@ class GraphTable:
                     ms=entry.ms, mib=entry.mib, replays=entry.replays + (entry.loop.iterations if entry.loop else 0),
                     eager_runs=0,
                 )
-                for key, entry in captured
+                for key, entry in entries[name]
             ]  # fmt: skip
-            gap = self.uncovered().get(name, state.reason if state.mode is GraphMode.NONE else "")
+            gap = gaps.get(name, state.reason if state.mode is GraphMode.NONE else "")
             if gap or state.eager_runs:
                 largest = self._largest(state.phase)
                 rows.append(

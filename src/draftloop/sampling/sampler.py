@@ -118,7 +118,7 @@ def probabilities_from(logits_NV: Tensor, statistics: Statistics, temperature_N:
     return torch.where(greedy_N1 & (token_N1 >= 0), (ids_V == token_N1).to(torch.float32), weights)
 
 
-def request_seed(params: SamplingParams, engine_seed: int, request_number: int) -> int:
+def request_seed(params: SamplingParams, engine_seed: int | str, request_number: int) -> int:
     """The seed of a request: its own, or one hashed from the engine's and the request's number.
 
     Each request has its own, so that nothing a neighbour does or leaves out changes its noise.

@@ -54,10 +54,12 @@ class Sequence:
 
     request_id: str
     number: int
-    """Counts requests of this engine; seeds the seedless ones."""
+    """Counts requests of this engine."""
     prompt_ids: list[int]
     params: SamplingParams
     eos_ids: frozenset[int]
+    seed: int = 0
+    """Of its noise."""
     speculation: bool = True
     """False: nothing is drafted for this request."""
     max_drafts: int = 0

@@ -64,10 +64,11 @@ class EngineClient:
         silence_s: float,
         log_level: str = "INFO",
         engine: EngineMain = run,
+        name: str = "",
     ) -> None:
         """`max_waiting` answers may wait for a row; a busy engine that says nothing for `silence_s` is given up.
 
-        `engine` is what an engine's process runs.
+        `engine` is what an engine's process runs. `name` tells this server from others of the same settings.
         """
         self.config, self.max_waiting, self.silence_s = config, max_waiting, silence_s
         self.state: State = "starting"
@@ -77,7 +78,7 @@ class EngineClient:
         """Called with an engine's rank and how many tokens a step of it processed and produced, if any."""
         self.changed = asyncio.Event()
         """Set whenever the state has changed."""
-        self._log_level, self._engine = log_level, engine
+        self._log_level, self._engine, self._name = log_level, engine, name
         self._open: dict[str, tuple[Answers, int]] = {}
         """By the engine's request id: who waits for it, and as which of its answers."""
         self._num_calls = 0
@@ -99,10 +100,13 @@ class EngineClient:
                 self._log_level,
                 context=self._context,
                 folder=self._folder,
+                name=self._name,
                 on_exit=lambda rank=rank: self._gone(rank),
             )
         self._tasks = [asyncio.create_task(self._listen(rank)) for rank in self.ranks]
         self._tasks.append(asyncio.create_task(self._watch()))
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     @property
     def ready(self) -> Ready:
@@ -173,6 +177,13 @@ class EngineClient:
     def _gone(self, rank: EngineRank) -> None:
         if not rank.is_gone:  # else it has said why
             self._die(f"{self._process_of(rank)} has ended (exit code {rank.exit_code})")
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task that should go on has failed: whoever waits for an answer would wait for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("what listens to the engine has failed", exc_info=error)
+            self._die(f"what listens to the engine has failed: {type(error).__name__}: {error}")
+            self.kill()
 
     def _process_of(self, rank: EngineRank) -> str:
         return "the engine's process" if len(self.ranks) == 1 else f"the process of engine {rank.rank}"

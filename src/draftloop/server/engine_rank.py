@@ -19,7 +19,7 @@ from draftloop.errors import RequestError
 from draftloop.server.messages import Ask, Counters, FromEngine, Question, Ready, Told, decode_from_engine, encode
 
 EngineMain = Callable[..., None]
-"""Takes the settings, the address to connect to, the log level, and of several engines which one it is."""
+"""Takes the settings, the address to connect to, the log level, and where there are several engines which it is."""
 
 
 class EngineRank:
@@ -48,9 +48,10 @@ class EngineRank:
         *,
         context: zmq.asyncio.Context,
         folder: Path,
+        name: str,
         on_exit: Callable[[], None],
     ) -> None:
-        """Start the process. `on_exit` is called, in the event loop, when it has ended."""
+        """Start the process. `name` is the server's; `on_exit` is called, in the event loop, when it has ended."""
         size = config.data_parallel_size
         self._socket = context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -59,7 +60,7 @@ class EngineRank:
         self._socket.bind(address)
         spawn = multiprocessing.get_context("spawn")  # a fork would share the event loop, and CUDA forbids it
         store = f"{folder}/store" if config.steps_together else None
-        place = () if size == 1 else (Replica(rank=self.rank, size=size, store=store),)
+        place = () if size == 1 and not name else (Replica(rank=self.rank, size=size, store=store, name=name),)
         arguments = (config, address, log_level, *place)
         self._process = spawn.Process(target=engine, args=arguments, name=f"draftloop-engine-{self.rank}")
         self._process.start()

@@ -144,13 +144,13 @@ def _session_of(scope: Scope, data: bytes) -> bytes | None:
         return None
     try:
         request = json.loads(data)
-    except ValueError:
+        start = _start_of(request)
+        if start is None:
+            return None
+        conversation = json.dumps([request.get("cache_salt"), start])
+    except (ValueError, RecursionError):
         return None  # the server says what is wrong
-    start = _start_of(request)
-    if start is None:
-        return None
-    salt = request.get("cache_salt")
-    return hashlib.sha256(json.dumps([salt, start]).encode()).hexdigest().encode()
+    return hashlib.sha256(conversation.encode()).hexdigest().encode()
 
 
 def _start_of(request: Any) -> Any | None:

@@ -48,7 +48,11 @@ class Replica:
         log.setup(log_level, Environment.read().log_format)
         self._options = options
         self._client = EngineClient(
-            config, max_waiting=options.max_waiting, silence_s=options.engine_silence_s, log_level=log_level
+            config,
+            max_waiting=options.max_waiting,
+            silence_s=options.engine_silence_s,
+            log_level=log_level,
+            name=serve.get_replica_context().replica_id.unique_id,
         )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -34,8 +34,6 @@ def serve(
     )
     app = make_app(client, options)
     sock = _listen(options.host, options.port)
-    # uvicorn raises the signal again once it has shut down; ending as asked is no failure
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
     server = _Server(
         uvicorn.Config(
             app,
@@ -50,6 +48,9 @@ def serve(
         client,
         options,
     )
+    # uvicorn raises the signal again once it has shut down: ending as asked is no failure. Before it listens to
+    # signals itself, one ends it as soon as it has begun
+    signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))
     try:
         server.run(sockets=[sock])
     finally:
