@@ -104,7 +104,7 @@ def test_a_script_is_told_what_was_accepted():
 
 def test_a_script_that_drafts_too_much_is_refused():
     llm = scripted(lambda request_id, token_ids, k: [1] * (k + 1))
-    with pytest.raises(ConfigError, match="the script drafted 4 tokens; at most 3"):
+    with pytest.raises(ConfigError, match="'scripted' drafted 4 tokens; at most 3"):
         llm.generate(prompts(1)[0], greedy(5))
 
 

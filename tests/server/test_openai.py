@@ -285,6 +285,11 @@ def test_loglikelihoods_as_lm_eval_asks_for_them_are_those_of_transformers(serve
     model = LlamaForCausalLM.from_pretrained(byte_model(), dtype=torch.float32)
     prompts = [[5, 9, 200, 31], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    for asked in (0, 3):  # fewer than an echo shows, and more
+        (choice,) = server.post(COMPLETIONS, {**body, "prompt": prompts[0], "prompt_logprobs": asked})["choices"]
+        found = choice["prompt_logprobs"][1:]
+        assert all(max(1, asked) <= len(one) <= asked + 1 for one in found)
+        assert all(len(tops) <= 2 for tops in choice["logprobs"]["top_logprobs"][1:])
     choices = server.post(COMPLETIONS, body)["choices"]
     for prompt, choice in zip(prompts, choices, strict=True):
         with torch.no_grad():

@@ -70,6 +70,7 @@ def server():
         (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format", "'xml'"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        (CHAT, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "leave stream out"),
         (CHAT, {"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be used"),
     ],
 )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -221,6 +223,23 @@ def test_lower_priority_is_served_later_and_loses_its_row_to_higher():
     assert step(scheduler) == ([("first", 0, 10)], [])
     assert late.num_preemptions == 1
     assert [s.request_id for s in scheduler.waiting] == ["late", "b"], "it was there before"
+
+
+def test_a_request_may_take_the_pages_of_any_number_of_lower_priority(monkeypatch):
+    scheduler = make_scheduler(num_pages=101, max_num_seqs=101, max_prefill_rows=100, max_num_batched_tokens=2000)
+    for index in range(50):
+        scheduler.add(make_request(f"low {index}", 5, priority=1, max_tokens=4))
+    step(scheduler)
+    scheduler.max_model_len = 1600
+    scheduler.add(make_request("high", 1590, max_tokens=4))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 30)
+    try:
+        plan = scheduler.plan()
+    finally:
+        sys.setrecursionlimit(limit)
+    assert plan.chunks[0].sequence.request_id == "high"
+    assert scheduler.num_preemptions == 50
 
 
 def test_a_stream_of_long_prompts_starves_nobody():

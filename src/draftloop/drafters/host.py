@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftloop.drafters.base import Drafter, HostRow, Rounds
 from draftloop.drafters.write import write_all
+from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Launch, Pad, Phase, Slot, Unit
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 
@@ -26,7 +27,11 @@ class HostDrafter(Drafter):
         """At most `row.max_drafts` ids, or none."""
 
     def draft_on_host(self, rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
-        return [self.draft(row) for row in rows]
+        drafts = [self.draft(row) for row in rows]
+        longest = max(map(len, drafts), default=0)
+        if longest > self.num_drafts:
+            raise ConfigError(f"{self.name!r} drafted {longest} tokens; at most {self.num_drafts} were asked for")
+        return drafts
 
     @property
     def _phase(self) -> str:

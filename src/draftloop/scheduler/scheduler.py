@@ -97,6 +97,12 @@ class Scheduler:
         Without `settled` something is in flight. Nobody is preempted then: the plan is empty, so that what is in
         flight lands first, and it is known how long rows are.
         """
+        while (plan := self._plan(settled=settled)) is None:
+            self.preempt(self._last_running())
+        return plan
+
+    def _plan(self, *, settled: bool) -> StepPlan | None:
+        """None: a request that outranks one that runs waits for its pages."""
         decodes = [s for s in self.running if s.stage is Stage.DECODE]
         preempted = self.num_preemptions
         if not self._grow(decodes, settled=settled):
@@ -117,8 +123,7 @@ class Scheduler:
                 if not self._outranks(sequence):
                     break
                 if settled:
-                    self.preempt(self._last_running())
-                    return self.plan()
+                    return None
                 if not chunks:
                     return NOTHING
                 break

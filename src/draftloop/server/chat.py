@@ -56,6 +56,8 @@ def chat_router(serving: Serving) -> APIRouter:
 def _check(body: ChatRequest, serving: Serving) -> None:
     if body.echo:
         raise unsupported("echo", "is for completions")
+    if body.stream and body.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "has no place in a streamed chat; leave stream out")
     if body.chat_template is not None and not serving.options.trust_request_chat_template:
         raise unsupported("chat_template", "is taken from requests only with --trust-request-chat-template")
     if isinstance(body.tool_choice, NamedTool) or body.tool_choice in ("auto", "required"):
@@ -224,7 +226,8 @@ class _Chat:
         body: dict[str, Any] = {**self._head, "object": "chat.completion", "choices": choices}
         body["usage"] = self._reply.usage()
         if self._body.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs_dict(updates[0][0].prompt_logprobs)
+            found = updates[0][0].prompt_logprobs
+            body["prompt_logprobs"] = prompt_logprobs_dict(found, self._body.prompt_logprobs)
         if self._body.return_token_ids:
             body["prompt_token_ids"] = self._prompt_ids
         return self._last(body)

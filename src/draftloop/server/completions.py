@@ -152,5 +152,5 @@ class _Completion:
         if body.return_token_sources:
             choice["token_sources"] = token_sources(updates, self._serving.tokenizer.token)
         if body.prompt_logprobs is not None and prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_dict(prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs_dict(prompt_logprobs, body.prompt_logprobs)
         return choice

@@ -185,7 +185,8 @@ class CompletionRequest(Sampling):
         given = self.given(defaults)
         if self.logprobs is not None:
             given["logprobs"] = self.logprobs
-            if self.echo:
+            asked = self.prompt_logprobs
+            if self.echo and (asked is None or 0 <= asked <= self.logprobs):
                 given["prompt_logprobs"] = self.logprobs
         return SamplingParams(**given)
 

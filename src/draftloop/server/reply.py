@@ -269,8 +269,8 @@ def chat_logprobs(ids: Sequence[int], found: Sequence[Logprobs], num_top: int, n
     return {"content": content}
 
 
-def prompt_logprobs_dict(found: Sequence[Logprobs | None] | None) -> list[dict[str, Any] | None] | None:
-    """vLLM's `prompt_logprobs`."""
+def prompt_logprobs_dict(found: Sequence[Logprobs | None] | None, num_top: int) -> list[dict[str, Any] | None] | None:
+    """vLLM's `prompt_logprobs`: of each token, which comes first, and of the `num_top` likeliest ones in its place."""
     if found is None:
         return None
     return [
@@ -278,7 +278,8 @@ def prompt_logprobs_dict(found: Sequence[Logprobs | None] | None) -> list[dict[s
         if logprobs is None
         else {
             str(token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.decoded_token}
-            for token, one in logprobs.items()
+            for place, (token, one) in enumerate(logprobs.items())
+            if not place or one.rank <= num_top
         }
         for logprobs in found
     ]
