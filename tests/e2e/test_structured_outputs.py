@@ -145,6 +145,32 @@ def test_sampled_answers_are_valid_too(rule):
     assert len({output.outputs[0].text for output in outputs}) >= 5
 
 
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_DECODE_ONLY"])
+def test_b07_grammars_hold_while_the_number_of_drafts_follows_the_load(mode):
+    """Masks are of as many positions as a step verifies: four, two or one."""
+    spec = {"method": "draft_model", "model": target(), "num_speculative_tokens": 3}
+    schedule = ((1, 2, 3), (3, 5, 1), (6, 12, 0))
+    llm = engine(
+        target(),
+        speculative_config={**spec, "num_speculative_tokens_per_batch_size": schedule},
+        cudagraph_mode=mode,
+        max_num_seqs=12,
+        cudagraph_capture_sizes=(2, 12),
+    )
+    names = [name for name in GRAMMARS if name != "grammar"]
+    asked = prompts(len(GRAMMARS) + 1, vocab=200)
+    drafting = llm.engine.core.scheduler.drafting
+    drafting.steps_by_count.clear()
+    wanted = [plain_answers()[name] for name in names]
+    picked = [asked[list(GRAMMARS).index(name)] for name in names]
+    neighbours = [greedy(count) for count in (8, 8, 40, 40, 40, 60)]  # the batch shrinks through the schedule
+    outputs = llm.generate([*picked, *[asked[-1]] * 6], [*map(obeys, names), *neighbours])
+    assert answers(outputs)[: len(names)] == wanted
+    assert answers(llm.generate(picked[:1], [obeys(names[0])])) == wanted[:1]
+    assert {count for count, steps in drafting.steps_by_count.items() if steps} == {3, 1, 0}
+    assert_all_free(llm)
+
+
 def test_a_request_behind_one_with_a_grammar_is_free_again():
     llm = structured("self_draft", max_num_seqs=1, sizes=(1,))
     prompt = prompts(1)[0]
