@@ -328,3 +328,14 @@ def test_completion_is_a_script_that_knows_commands_and_options(shell, capsys):
         assert name in script
     if shell == "bash":
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_a_reader_that_has_enough_is_no_mistake():
+    """As with `draftloop completion bash | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "draftloop", "completion", "bash"], stdout=write, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -6,6 +6,7 @@ Heavy modules are imported in the commands' bodies: `--help` and refused setting
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -71,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # who reads the output, such as `head`, has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed at exit
+        sys.exit(141)
 
 
 def _split(values: dict[str, Any]) -> tuple[EngineConfig, SamplingParams]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ class Adapters:
         for name, path in self._paths.items():
             self._load(name, path, slot=len(self._loaded) + 1)
 
-    def find(self, asked: LoRARequest | str, in_use: Collection[Adapter | None]) -> Adapter:
+    def find(self, asked: LoRARequest | str, in_use: Callable[[], Collection[Adapter | None]]) -> Adapter:
         """The adapter of a request, which is loaded where it is not there yet, in the place of one that is not in use.
 
         Raises RequestError for an unknown name, and an adapter that cannot be loaded or has no place.
@@ -65,12 +65,13 @@ class Adapters:
         except ConfigError as error:
             raise RequestError(f"lora_request names {name!r}, which cannot be loaded: {error}") from error
 
-    def _free_slot(self, in_use: Collection[Adapter | None]) -> int:
+    def _free_slot(self, in_use: Callable[[], Collection[Adapter | None]]) -> int:
         taken = {adapter.slot for adapter, _ in self._loaded.values()}
         if free := [slot for slot in range(1, self.max_loras + 1) if slot not in taken]:
             return free[0]
+        used = in_use()
         for name, (adapter, _) in self._loaded.items():
-            if adapter not in in_use:
+            if adapter not in used:
                 del self._loaded[name]
                 return adapter.slot
         raise RequestError(

@@ -134,7 +134,7 @@ class EngineCore:
             return None
         if self.adapters is None:
             raise RequestError("lora_request names an adapter, but this engine has none; start it with enable_lora")
-        return self.adapters.find(asked, {sequence.adapter for sequence in self._sequences.values()})
+        return self.adapters.find(asked, lambda: {sequence.adapter for sequence in self._sequences.values()})
 
     def abort(self, request_id: str) -> None:
         """End a request now, in whatever state it is. An unknown or ended one is left alone."""
