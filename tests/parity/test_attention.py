@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fake_flashinfer
 from draftloop.attention.base import AttentionShape
-from draftloop.attention.registry import attention_backend
+from draftloop.attention.registry import BACKENDS, attention_backend
 from draftloop.errors import ConfigError
 from draftloop.graphs.tape import TapeRecorder
 from draftloop.kernels.native import ops as native
@@ -67,7 +67,7 @@ def check(
     torch.testing.assert_close(out.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-NAMES = pytest.mark.parametrize("name", ["sdpa", "triton", "flashinfer"])
+NAMES = pytest.mark.parametrize("name", BACKENDS)
 UNIFORM = ((5, 33), (5, 5), (5, 0), (5, 81))
 RAGGED = ((1, 17), (5, 33), (3, 3), (0, 0), (2, 0), (37, 50), (1, 80))
 

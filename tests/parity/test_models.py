@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from draftloop.attention.base import AttentionBatch
 from draftloop.attention.sdpa import SdpaBackend
+from draftloop.models.architectures import FAMILIES
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import Decoder, attention_shapes, cache_specs
 from draftloop.models.loader import load_config, load_model, resolve_model
@@ -197,6 +198,13 @@ def run_chunks(
         start += length
     states = [torch.cat(parts).cpu() for parts in zip(*aux_states, strict=True)]
     return model.logits(torch.cat(hidden_states)).cpu(), states
+
+
+def test_every_architecture_that_is_described_is_compared():
+    """Classes of one description are one; those without a case here would be wrong unseen."""
+    compared = {id(FAMILIES[f"{family}ForCausalLM"]) for family, _ in CASES.values()}
+    missing = [name for name, family in FAMILIES.items() if id(family) not in compared]
+    assert missing == [], "add a case for each to CASES"
 
 
 @pytest.mark.parametrize("name", CASES)
