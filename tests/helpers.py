@@ -25,7 +25,6 @@ from torch import Tensor
 
 from draftloop.config import EngineConfig, SpeculativeConfig
 from draftloop.distributed.launcher import Ranks
-from draftloop.distributed.replica import ALONE, Replica
 from draftloop.drafters.base import DRAFTERS
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import ModeSetting, Phase
@@ -219,9 +218,7 @@ def _weights(vocab: int, noise: float, seed: int, hidden: int) -> dict[str, Tens
 _ENGINES: dict[str, LLM] = {}
 
 
-def make_engine(
-    model: str | None = None, *, ranks: Ranks | None = None, replica: Replica = ALONE, **settings: Any
-) -> LLM:
+def make_engine(model: str | None = None, *, ranks: Ranks | None = None, **settings: Any) -> LLM:
     """A new engine of the tiny model, or of the one that the drafter's examples need."""
     torch.set_num_threads(1)
     defaults = {
@@ -233,8 +230,7 @@ def make_engine(
         "device": "cpu",
     }
     model = model or example_target(settings.get("speculative_config")) or tiny_model()
-    config = EngineConfig.from_mapping(model=model, **{**defaults, **settings})
-    return LLM.from_config(config, ranks=ranks, replica=replica)
+    return LLM.from_config(EngineConfig.from_mapping(model=model, **{**defaults, **settings}), ranks=ranks)
 
 
 def engine(model: str | None = None, *, poison: bool | None = None, **settings: Any) -> LLM:

@@ -20,7 +20,7 @@ from draftloop.errors import ConfigError
 from draftloop.request import SamplingParams
 from draftloop.server import client as client_module
 from draftloop.server.messages import AdapterCounters, Counters, Failed, total
-from helpers import answers, engine, make_engine, tiny_model
+from helpers import answers, tiny_model
 
 LONG = {"prompt": "x", "temperature": 0, "max_tokens": 8000, "ignore_eos": True}
 
@@ -149,11 +149,13 @@ def test_counters_of_engines_are_summed_place_by_place():
 def test_requests_without_a_seed_are_answered_alike_by_no_two_engines():
     """Else a client that samples a prompt many times gets each answer once from every engine."""
     params = SamplingParams(temperature=3, max_tokens=16)
-    first = answers(engine(enforce_eager=True, seed=5).generate([[1, 2, 3]] * 2, params))
+    settings = {"model": tiny_model(), "enforce_eager": True, "seed": 5, "max_model_len": 128, "device": "cpu"}
     found = []
-    for replica in (Replica(size=2), Replica(rank=1, size=2), Replica(name="other")):
-        llm = make_engine(enforce_eager=True, seed=5, data_parallel_size=replica.size, replica=replica)
+    for replica in (Replica(), Replica(size=2), Replica(rank=1, size=2), Replica(name="other")):
+        config = EngineConfig(**settings, kv_cache_memory_bytes=1 << 22, data_parallel_size=replica.size)
+        llm = LLM.from_config(config, replica=replica)
         found.append(answers(llm.generate([[1, 2, 3]] * 2, params)))
         llm.close()
+    first = found.pop(0)
     assert found[0] == first, "the first one draws as if it were alone"
     assert len({tuple(tokens) for two in found for tokens in two}) == 6
