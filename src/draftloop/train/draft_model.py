@@ -49,7 +49,7 @@ class DraftModelMethod(Method[DraftModelOptions]):
             intermediate_size=options.intermediate_size or 2 * hidden,
             num_layers=options.num_layers,
             num_heads=options.num_heads or max(hidden // size, 1),
-            num_kv_heads=options.num_kv_heads,
+            num_kv_heads=options.num_kv_heads or 1,
             head_dim=size,
             max_position_embeddings=target.max_position_embeddings,
             rms_norm_eps=target.rms_norm_eps,

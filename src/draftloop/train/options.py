@@ -180,8 +180,8 @@ class DraftModelOptions:
     """Decoder layers."""
     num_heads: int | None = None
     """Query heads; left out, as many as fill the hidden size."""
-    num_kv_heads: int = 1
-    """Key and value heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads; left out, one."""
     head_dim: int = 64
     """Numbers per head; on a GPU 64, 80, 96, 128 or 256."""
     num_drafts: int = 4
