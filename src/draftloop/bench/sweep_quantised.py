@@ -207,7 +207,7 @@ def plane_tiles(layer: Layer, regime: str, *, integer: bool) -> Iterator[PlaneTi
             continue
         depths = (1.5, 3) if regime == "few" else (3,)
         wanted = IN_FLIGHT / max(1, programs / NUM_SMS) / weight_bytes
-        all_stages = sorted({max(3, min(2 + math.ceil(wanted * depth), length + 1, room)) for depth in depths})
+        all_stages = sorted({max(3, min(2 + math.ceil(wanted * depth), length + 1, room, 12)) for depth in depths})
         for stages in all_stages:
             yield PlaneTiles(block_n, block_k, splits, limit, warps, stages)
         if regime == "few":
