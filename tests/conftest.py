@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -63,11 +61,3 @@ def _few_threads() -> None:
         import torch
 
         torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_ranks_are_left() -> Iterator[None]:
-    """Ranks that a module's tests met must not be met by those of the next."""
-    yield
-    if "draftloop.distributed.group" in sys.modules:
-        sys.modules["draftloop.distributed.group"].leave()

@@ -83,7 +83,10 @@ def test_a_line_holds_peers_targets_and_the_ratio_to_its_own_floor():
         # other prompts are another measurement
         ([run("a.json", {"value": 6.0}), run("b.json", {"value": 1.0, "prompt": 16})], "**6.00**"),
         # and so are two GPUs
-        ([run("a.json", {"value": 6.0}), run("b.json", {"value": 4.0, "path": "loop, TP=2"})], "**6.00**"),
+        (
+            [run("a.json", {"value": 6.0}), run("b.json", {"value": 4.0, "path": "loop", "tensor_parallel": 2})],
+            "**6.00**",
+        ),
     ],
 )
 def test_the_newest_row_counts(runs, value):

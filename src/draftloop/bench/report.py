@@ -126,8 +126,18 @@ def _key(row: Row) -> tuple:
         row.get("prompts"),
         row.get("prompt"),
         row.get("sampling"),
+        _num_gpus(row),
     ]
     return tuple("" if fact is None else f"{fact:06d}" if type(fact) is int else str(fact) for fact in facts)
+
+
+def _num_gpus(row: Row) -> int:
+    """That one engine is divided among; rows from before that could be do not say."""
+    return row.get("tensor_parallel", 1)
+
+
+def _path(row: Row) -> str:
+    return row["path"] + (f", {count} GPUs" if (count := _num_gpus(row)) > 1 else "")
 
 
 def best_row(goal: Goal, latest: Iterable[Found]) -> Found | None:
@@ -139,7 +149,7 @@ def best_row(goal: Goal, latest: Iterable[Found]) -> Found | None:
         and found.row.get("all_sizes", True)
         and found.row.get("prompt") == PROMPT_TOKENS
         and "num_requests" not in found.row
-        and "TP=" not in found.row["path"]
+        and _num_gpus(found.row) == 1
     ]
     return min(mine, key=lambda found: found.row["value"], default=None)
 
@@ -180,7 +190,7 @@ def _measured(found: Found | None, target: float | None) -> list[str]:
     row = found.row
     value = row["value"]
     to_target = "-" if target is None else "met" if value <= target else f"+{value - target:.2f}"
-    return [f"**{_short(value)}**", to_target, *_floor(row), row["path"], _launches(row), _link(found.run)]
+    return [f"**{_short(value)}**", to_target, *_floor(row), _path(row), _launches(row), _link(found.run)]
 
 
 _GROWTH_HEAD = f"""\
@@ -197,12 +207,13 @@ def _growth_rows(latest: Sequence[Found]) -> list[list[str]]:
     steps = [found.row for found in latest if found.row["metric"] == "iteration_ms" and found.row.get("floor")]
     rows = []
     for one in (row for row in steps if row["batch"] == 1):
-        same = [row for row in steps if all(row[name] == one[name] for name in ("model", "method", "k", "path"))]
+        alike = [row for row in steps if all(row[name] == one[name] for name in ("model", "method", "k"))]
+        same = [row for row in alike if _path(row) == _path(one)]
         for many in (row for row in same if row["batch"] == 32 and row["drafter"] == one["drafter"]):
             growth, floor = many["value"] - one["value"], many["floor"] - one["floor"]
             ratio = f"{growth / floor:.2f}" if floor > 0 else "-"
             rows.append(
-                [f"{one['model']}, {one['method']}, K={one['k']}", one["path"], number(growth), number(floor), ratio]
+                [f"{one['model']}, {one['method']}, K={one['k']}", _path(one), number(growth), number(floor), ratio]
             )
     return rows
 
@@ -220,7 +231,7 @@ def _sampling_table(sampled: Sequence[Found]) -> str:
     rows = []
     for found in sampled:
         row = found.row
-        facts = [row["model"], row["method"], str(row["k"]), str(row["batch"]), row["path"], row["sampling"]]
+        facts = [row["model"], row["method"], str(row["k"]), str(row["batch"]), _path(row), row["sampling"]]
         times = [_short(row["greedy"]), _short(row["value"]), f"{row['to_greedy']:.3f}"]
         rows.append([*facts, *times, _launches(row), _link(found.run)])
     head = ["model", "method", "K", "B", "path", "sampling", "greedy", "iteration", "to greedy", "launches", "from"]
@@ -231,7 +242,7 @@ def _other_table(others: Sequence[Found]) -> str:
     rows = []
     for found in others:
         row = found.row
-        facts = [row["model"], row["method"], str(row["k"]), str(row["batch"]), row["path"]]
+        facts = [row["model"], row["method"], str(row["k"]), str(row["batch"]), _path(row)]
         rows.append([*facts, _short(row["value"]), *_floor(row), _launches(row), _link(found.run)])
     head = ["model", "method", "K", "B", "path", "iteration", "own floor", "ratio", "launches", "from"]
     return _table(head, rows)
@@ -247,9 +258,7 @@ Each phase by itself, over the same rows at their real length; the gaps between 
 
 def _phase_table(found: Found) -> str:
     row = found.row
-    title = (
-        f"### {row['model']}, {row['method']}, K={row['k']}, B={row['batch']}, {row['path']}: {_short(row['value'])}"
-    )
+    title = f"### {row['model']}, {row['method']}, K={row['k']}, B={row['batch']}, {_path(row)}: {_short(row['value'])}"
     rows = [
         [phase["phase"], f"{phase['runs']:g}", number(phase["value"]), *_floor(phase), number(per_iteration(phase))]
         for phase in _phases(found)
@@ -267,7 +276,7 @@ def _speed_table(speeds: Sequence[Found]) -> str:
             if other.get("batch") == row["batch"] and "num_requests" in other
         }
         waits = [f"{number(mine[name]['p50'])} / {number(mine[name]['p99'])}" for name in ("ttft_ms", "tpot_ms")]
-        facts = [row["model"], row["method"], str(row["k"]), str(row["batch"]), row["path"]]
+        facts = [row["model"], row["method"], str(row["k"]), str(row["batch"]), _path(row)]
         rows.append([*facts, f"{row['value']:.0f}", f"{row['acceptance_length']:.2f}", *waits, _link(found.run)])
     head = ["model", "method", "K", "at a time", "path", "tokens/s", "accepted"]
     return _table([*head, "to first token, p50 / p99", "per token, p50 / p99", "from"], rows)

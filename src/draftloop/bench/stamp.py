@@ -51,8 +51,6 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
     config, resolved = llm.config, llm.engine.resolved
     spec = config.speculation
     path = "loop" if llm.engine.core.worker.loop else "iteration" if resolved.iteration_graph else "phases"
-    ranks = [f"TP={config.tensor_parallel_size}"] if config.tensor_parallel_size > 1 else []
-    ranks += [f"EP={config.data_parallel_size}"] if config.steps_together else []
     quantisation = llm.engine.model_config.quantisation
     return {
         # another measurement than that of the plain model
@@ -62,7 +60,8 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
         "drafter": spec.model if spec else None,
         "k": spec.num_speculative_tokens if spec else 0,
         # slower, and so another measurement
-        "path": ", ".join([path, *ranks, *(["deterministic"] if config.deterministic else [])]),
+        "path": ", ".join([path, *(["deterministic"] if config.deterministic else [])]),
+        "tensor_parallel": config.tensor_parallel_size,
         "backend": config.attention_backend,
         "mode": resolved.graph_mode,
     }

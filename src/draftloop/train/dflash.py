@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
@@ -183,10 +182,7 @@ class DFlashModule(nn.Module):
     def _sizes(self, aux_BLX: Tensor) -> Tensor:
         """Mean square of each of the target's states, the same in all processes."""
         sizes = aux_BLX.float().unflatten(-1, (self.drafter.num_aux, -1)).square().mean((0, 1, 3))
-        if dist.is_initialized():
-            dist.all_reduce(sizes)
-            sizes /= dist.get_world_size()
-        return sizes.clamp(min=1e-12)
+        return self.subject.world.mean(sizes).clamp(min=1e-12)
 
     def _attention(self, anchors: Anchors, num_slots: int) -> Any:
         scale = self.drafter.model.head_dim**-0.5

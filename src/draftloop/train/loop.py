@@ -11,13 +11,10 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 from draftloop.errors import ConfigError
@@ -27,38 +24,13 @@ from draftloop.train.method import Batch, Losses
 from draftloop.train.options import TrainOptions
 from draftloop.train.packing import PackedRows, Packer, batch_fields
 from draftloop.train.states import States
+from draftloop.train.world import World
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY = 10
 """Steps between looks at the loss: each makes the host wait for the device."""
 BETAS = (0.9, 0.95)
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """The processes that train together."""
-
-    rank: int = 0
-    size: int = 1
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Over all processes."""
-        if self.size > 1:
-            dist.all_reduce(value)
-        return value
-
-    def agree(self, value: float, device: torch.device) -> float:
-        """The first process's value, for what the clock decides."""
-        if self.size == 1:
-            return value
-        shared = torch.tensor(value, dtype=torch.float64, device=device)
-        dist.broadcast(shared, 0)
-        return shared.item()
 
 
 class Totals:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftloop.errors import check_known
 from draftloop.models.config import ModelConfig
+from draftloop.train.world import ALONE, World
 
 METHODS: dict[str, type[Method[Any]]] = {}
 """Every registered training method by its name, which is that of the drafter it trains."""
@@ -46,6 +47,8 @@ class Subject:
     """L: no position of a batch reaches it."""
     compile: bool = False
     """torch.compile what gains from it."""
+    world: World = ALONE
+    """Who trains on it."""
 
     @property
     def device(self) -> torch.device:

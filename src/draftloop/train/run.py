@@ -19,7 +19,7 @@ from draftloop.models.loader import eos_token_ids, load_config, resolve_model
 from draftloop.train import checkpoint
 from draftloop.train.export import export
 from draftloop.train.files import make_folder
-from draftloop.train.loop import Trainer, World, share
+from draftloop.train.loop import Trainer, share
 from draftloop.train.method import Subject, method_class
 from draftloop.train.options import TrainOptions
 from draftloop.train.packing import Packer, held_out_steps, split
@@ -27,6 +27,7 @@ from draftloop.train.plot import plot
 from draftloop.train.record import record
 from draftloop.train.recording import Documents, Recording
 from draftloop.train.states import States, StoredStates, TargetStates
+from draftloop.train.world import ALONE, World
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def _run(options: TrainOptions, method_options: Any, world: World) -> Path:
         eos_ids=tuple(eos_token_ids(source)),
         row_tokens=options.row_tokens,
         compile=compiled,
+        world=world,
     )
     method = method_class(options.method)(method_options, subject)
     chosen, held_out = split(documents, options.held_out_tokens, options.seed)
@@ -177,7 +179,7 @@ def _join_world(options: TrainOptions) -> World:
     """By what torchrun says in the environment."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        return World()
+        return ALONE
     if _uses_gpu(options):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if _uses_gpu(options) else "gloo")
