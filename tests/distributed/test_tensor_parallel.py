@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from draftloop.engine.follower import gather
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError, RankError
 from draftloop.models.loader import load_config, load_model, resolve_model
+from draftloop.models.shards import why_not_divided
 from draftloop.request import SamplingParams
 from experts import tiny_experts
 from helpers import (
@@ -131,6 +133,15 @@ def test_greedy_rows_exchange_their_likeliest_tokens_and_no_logits(ranks):
     assert longest[1] == 4 * VOCAB // 2 * 4
 
 
+def test_mixtures_of_experts(ranks):
+    alone, divided = pair(ranks, model=tiny_experts(), speculative_config=drafting_spec(2))
+    try:
+        assert answers(divided.generate(prompts(3), greedy(16))) == answers(alone.generate(prompts(3), greedy(16)))
+        assert speculation_counts(divided) == speculation_counts(alone)
+    finally:
+        divided.close()
+
+
 def test_a_preempted_request_and_a_shared_prefix(ranks):
     """Pages that move, that are shared and that are copied, are the same on every rank."""
     alone, divided = pair(ranks, max_model_len=64, kv_cache_memory_bytes=9 * 2 * 2 * 16 * 2 * 16 * 4 * 2)
@@ -173,7 +184,25 @@ def test_shards_of_8_bits_are_the_parts_of_the_whole(name, tmp_path):
     check_layers(*load_parts(str(quantised), 4))
 
 
-@pytest.mark.parametrize(("family", "fused"), [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", False)])
+each_family = pytest.mark.parametrize(
+    ("family", "fused"), [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", False)]
+)
+
+
+@each_family
+def test_ranks_have_columns_of_every_expert(family, fused):
+    whole, parts = load_parts(tiny_experts(family, fused=fused), 2)
+    for layer, first in enumerate(whole.decoder_layers):
+        mine = [part.decoder_layers[layer].mlp for part in parts]
+        gates, ups = zip(*(one.gate_up_weight.chunk(2, 1) for one in mine), strict=True)
+        assert torch.equal(torch.cat([*gates, *ups], 1), first.mlp.gate_up_weight)
+        assert torch.equal(torch.cat([one.down_weight for one in mine], 2), first.mlp.down_weight)
+        assert all(torch.equal(one.router_weight, first.mlp.router_weight) for one in mine)
+    config = replace(whole.config, experts=replace(whole.config.experts, inner_size=30))
+    assert why_not_divided(config, 4) == "it does not divide the 30 columns of an expert"
+
+
+@each_family
 def test_engines_that_share_experts_have_each_once_and_all_else_whole(family, fused):
     whole, parts = load_parts(tiny_experts(family, fused=fused), 2, among="engines")
     named = [dict(model.named_parameters()) for model in (whole, *parts)]
@@ -234,7 +263,6 @@ DRAFT_MODEL = {"method": "draft_model", "model": tiny_model("near-draft-3", seed
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, but it does not divide the 4 attention heads"),
         ({"tensor_parallel_size": 2, "enable_lora": True}, "enable_lora is set"),
-        ({"model": tiny_experts(), "tensor_parallel_size": 2}, "experts of Qwen3MoeForCausalLM are not divided"),
         ({"tensor_parallel_size": 2, "quantization": "int4"}, "weights of 4 bits are not divided"),
         (
             {"tensor_parallel_size": 2, "speculative_config": {**DRAFT_MODEL, "draft_tensor_parallel_size": 4}},

@@ -272,16 +272,24 @@ experts_cpu = define(
 """One op on a tape: which experts are hit is known to its body alone."""
 
 
-def experts(x_TC: Tensor, logits: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, router: Router) -> Tensor:
-    """The sum over a token's experts of weight times `down(silu(gate(x)) * up(x))`, as `residual_linear` returns it.
+def experts(
+    x_TC: Tensor,
+    logits: Tensor,
+    gate_up_E2IC: Tensor,
+    down_ECI: Tensor,
+    router: Router,
+    *,
+    before_norm: bool = True,
+) -> Tensor:
+    """The sum over a token's experts of weight times `down(silu(gate(x)) * up(x))`, [T, C] in the dtype of x.
 
-    `logits` as `router_logits` returns them, of all experts. Those that are not here add nothing, and the sum is then
-    [T, C] in the dtype of x.
+    `logits` as `router_logits` returns them, of all experts. Those that are not here add nothing. `before_norm`: an
+    `add_rms_norm` follows, so that where all are here it is what `residual_linear` returns.
     """
     if not x_TC.is_cuda:
         return experts_cpu(x_TC, logits, gate_up_E2IC, down_ECI, *router[:3], is_wanted())
     routes = route_triton(logits, router)
     out_KTC = experts_triton(x_TC, gate_up_E2IC, down_ECI, routes)
-    if router.num_here == logits.shape[-1]:
+    if before_norm and router.num_here == logits.shape[-1]:
         return out_KTC
     return combine_triton(out_KTC, routes.experts_TK, router, x_TC.dtype)

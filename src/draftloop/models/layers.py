@@ -262,7 +262,7 @@ class DecoderLayer(torch.nn.Module):
         self.attention = Attention(config, layer, device=device, dtype=dtype, group=group)
         self.mlp: GatedMLP | MixtureOfExperts
         if config.has_experts(layer):
-            self.mlp = MixtureOfExperts(config, device=device, dtype=dtype, engines=engines)
+            self.mlp = MixtureOfExperts(config, device=device, dtype=dtype, group=group, engines=engines)
         else:
             self.mlp = GatedMLP(config, layer, device=device, dtype=dtype, group=group)
 

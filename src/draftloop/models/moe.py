@@ -6,6 +6,7 @@ Shape suffixes: T tokens in the pass, C hidden size, E experts, I inner size of 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from draftloop.distributed.group import ALONE, Group
 from draftloop.kernels.moe_experts import experts
 from draftloop.kernels.moe_route import Router, router_logits
 from draftloop.models.config import ModelConfig
-from draftloop.models.shards import Slices, shard
+from draftloop.models.shards import Slices, joined, shard
 from draftloop.models.weights import Destination, parameter
 
 
@@ -22,20 +23,37 @@ class MixtureOfExperts(torch.nn.Module):
     """A router, and gated MLPs of which each token goes through the likeliest few."""
 
     def __init__(
-        self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype, engines: Group = ALONE
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        group: Group = ALONE,
+        engines: Group = ALONE,
     ) -> None:
-        """`engines` that share the experts: each has as many, and computes them for the tokens of all."""
+        """`group`: ranks among which the inner columns of every expert are divided. `engines` that share the experts:
+        each has as many, and computes them for the tokens of all.
+        """
         super().__init__()
         assert config.experts is not None
         assert config.norms.after_mlp is None, "a norm does not take outputs by rank"
         self.config = config.experts
-        self.engines = engines
-        num_experts = self.config.num_experts
-        hidden, inner, num_here = config.hidden_size, self.config.inner_size, num_experts // engines.size
+        self.group, self.engines = group, engines
+        num_experts, whole_inner = self.config.num_experts, self.config.inner_size
+        hidden, inner, num_here = config.hidden_size, whole_inner // group.size, num_experts // engines.size
+        self.inner_size = inner
         first = engines.rank * num_here
         self.mine = range(first, first + num_here)
-        part = Slices(dim=0, size=num_experts, runs=((first, num_here),))
-        self.slices = {"gate_up_weight": part, "down_weight": part} if engines.size > 1 else {}
+        self.columns: Slices | None = None
+        """This rank's of the inner ones, along the rows of gate and up."""
+        self.slices: dict[str, Slices] = {}
+        if engines.size > 1:
+            part = Slices(dim=0, size=num_experts, runs=((first, num_here),))
+            self.slices = {"gate_up_weight": part, "down_weight": part}
+        if group.size > 1:
+            self.columns = Slices(dim=0, size=whole_inner, runs=((group.rank * inner, inner),))
+            both = joined([self.columns, self.columns])
+            self.slices = {"gate_up_weight": replace(both, dim=1), "down_weight": replace(self.columns, dim=2)}
 
         def make(*shape: int) -> torch.nn.Parameter:
             return parameter(*shape, device=device, dtype=dtype)
@@ -48,8 +66,9 @@ class MixtureOfExperts(torch.nn.Module):
     def forward(self, x_TC: Tensor, adapters_T: Tensor | None = None) -> Tensor:
         """[T, C] -> what `residual_linear` returns. Adapters have no part in experts."""
         x_TC = self.engines.all_gather(x_TC)  # as many of each: their steps have one shape
-        logits = router_logits(x_TC, self.router_weight)
-        return self.engines.reduce_scatter(experts(x_TC, logits, self.gate_up_weight, self.down_weight, self.router))
+        logits, before_norm = router_logits(x_TC, self.router_weight), self.group.size == 1
+        out = experts(x_TC, logits, self.gate_up_weight, self.down_weight, self.router, before_norm=before_norm)
+        return self.group.all_reduce(self.engines.reduce_scatter(out))
 
     @property
     def expert_size(self) -> int:
@@ -75,8 +94,10 @@ class MixtureOfExperts(torch.nn.Module):
                 f"{block}.experts.down_proj": shard(self.down_weight.data, self.slices.get("down_weight")),
             }
         for place, expert in enumerate(self.mine):
-            gate, up = self.gate_up_weight.data[place].split(self.config.inner_size)
-            found |= zip(self._names(layer, expert), (gate, up, self.down_weight.data[place]), strict=True)
+            gate, up = self.gate_up_weight.data[place].split(self.inner_size)
+            down = shard(self.down_weight.data[place], self.columns and replace(self.columns, dim=1))
+            parts = (shard(gate, self.columns), shard(up, self.columns), down)
+            found |= zip(self._names(layer, expert), parts, strict=True)
         return found
 
     def needless(self, layer: str) -> set[str]:

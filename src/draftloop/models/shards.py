@@ -134,14 +134,14 @@ def why_not_divided(config: ModelConfig, size: int) -> str:
     """What keeps a model's layers from being divided among so many ranks; empty if nothing does."""
     if type(config) is not ModelConfig:
         return f"layers of {config.architecture} cannot be divided"
-    if config.experts is not None:
-        return f"experts of {config.architecture} are not divided (engines share them: enable_expert_parallel)"
     if config.whole_qk_norm:
         return f"queries of {config.architecture} are normed over all heads"
     if config.num_heads % size:
         return f"it does not divide the {config.num_heads} attention heads"
     if config.num_kv_heads % size and size % config.num_kv_heads:
         return f"it neither divides the {config.num_kv_heads} key/value heads nor is a multiple of them"
+    if config.experts is not None and config.experts.inner_size % size:
+        return f"it does not divide the {config.experts.inner_size} columns of an expert"
     if config.intermediate_size % size:
         return f"it does not divide the MLP's {config.intermediate_size} columns"
     if config.quantisation and any(scheme.kind != "fp8" for _, scheme in config.quantisation.groups):
