@@ -7,14 +7,16 @@
 #   quant   weights of 8 and 4 bits: rows, a sweep over the tiles of their kernels, their tests (at most 5 minutes)
 #   quant_rows  the first of these, to be repeated with the tiles that the sweep found (about 1 minute)
 #   sampling  every second request with every parameter, against greedy in the same run (about 1 minute)
-#   tp      two GPUs that share a model: the 8B and a 70B shape, with what the GPUs exchange (about 5 minutes)
-#   tp_tests  the GPU tests of several GPUs (about 5 minutes)
-#   dp      two engines on two GPUs that share their experts: their tests, speed, and 2,000 mixed steps (about 10 minutes)
+#   two     what two GPUs are asked first, 8 minutes at most: the 70B shape of tp, the shared experts of dp, tp_tests
+#   tp      two GPUs that share a model: a 70B and the 8B shape, with what the GPUs exchange (8 minutes at most)
+#   tp_tests  the GPU tests of tensor parallelism, the telling ones first (3 minutes at most)
+#   dp      two engines on two GPUs that share their experts: speed, 2,000 mixed steps, their tests (8 minutes at most)
 #   adaptive  no drafts, 1, 3 and 5 of them, and adaptive, at 1 to 256 requests at a time (about 4 minutes)
 #   compare  SmolLM2 with each drafter that is shipped, in turns: tokens per step and per second (about 4 minutes)
 #   soak    9.5 minutes of mixed traffic, memory and stalls watched
 #   moe     mixtures of experts: a sweep over tiles, Qwen3-30B-A3B's shape plain and with drafts, tests (about 4 minutes)
 #   all     bench, start, blocks, quant, sampling, tests
+# What has a time limit is interrupted at it, and keeps what it has written: numbers after each batch size and load.
 # Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
 set -uo pipefail
 out="${1:?folder for the results}"
@@ -24,11 +26,15 @@ export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
 failed=0
 mkdir -p "$out"
 
+limited() { # seconds, command: interrupted after them, ended 15 s later
+  timeout --signal INT --kill-after 15 "$@"
+}
+
 latency() { # name, then the arguments of `draftloop bench latency`
   local name="$1" begin="$SECONDS"
   shift
   echo "== $name"
-  COLUMNS=140 "$python" -m draftloop bench latency "$@" --load-format dummy --prompt-tokens 512 \
+  COLUMNS=140 limited "${limit:-600}" "$python" -m draftloop bench latency "$@" --load-format dummy --prompt-tokens 512 \
     --out "$out/$name.json" 2>"$out/$name.log" || { failed=1; tail -n 20 "$out/$name.log"; }
   echo "== $name took $((SECONDS - begin)) s"
 }
@@ -98,36 +104,62 @@ sampling() { # drafts are drawn, and accepted by chance: what an iteration takes
   latency sampling-all-8b llama-3.1-8b $(rows 32 1,32) -sc "$drawn" --sampling-mix sampled --repeats 2
 }
 
-tp() { # needs two GPUs; not part of all
-  local eagle3_70b
-  eagle3_70b="$(drafter eagle3 eagle3-llama-3.1-70b 5 3.5)"
+tp_70b() { # needs two GPUs, as all up to `two`; none is part of all
+  limit=200 latency eagle3-70b-tp2 llama-3.1-70b $(rows 32 1,32) -sc "$(drafter eagle3 eagle3-llama-3.1-70b 5 3.5)" \
+    -tp 2 --repeats 2
+}
+
+tp() {
+  tp_70b
+  local limit=80
   latency eagle3-8b-tp2 llama-3.1-8b $(rows 32 1,32) -sc "$eagle3" -tp 2
-  latency eagle3-70b-tp2 llama-3.1-70b $(rows 32 1,32) -sc "$eagle3_70b" -tp 2 --repeats 2
   latency none-8b-tp2 llama-3.1-8b $(rows 32 1,32) -tp 2
   latency eagle3-8b-tp2-draft1 llama-3.1-8b $(rows 32 1,32) -sc "${eagle3%\}},\"draft_tensor_parallel_size\":1}" -tp 2
 }
 
-tp_tests() { # the same
-  "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/distributed 2>&1 |
-    tee "$out/gpu-tests-tp.txt" || failed=1
+several_gpus_tests() { # name, seconds, then arguments of pytest
+  local name="$1" seconds="$2"
+  shift 2
+  limited "$seconds" "$python" -m pytest -m gpu -v --tb=short -rs --durations=10 -p no:cacheprovider "$@" 2>&1 |
+    tee "$out/$name.txt" || failed=1
 }
 
-engines() { # name, then the arguments of `draftloop bench engines`
-  local name="$1" begin="$SECONDS"
-  shift
+tp_tests() {
+  local tests=tests/distributed/test_tensor_parallel.py
+  local telling="eagle3 or draft_model or exchange or mixtures or behind_drafters"
+  several_gpus_tests gpu-tests-tp 90 "$tests" -k "$telling"
+  several_gpus_tests gpu-tests-tp-more 90 "$tests" -k "not ($telling)"
+}
+
+engines() { # name, seconds, then the arguments of `draftloop bench engines`
+  local name="$1" seconds="$2" begin="$SECONDS"
+  shift 2
   echo "== $name"
-  timeout 900 "$python" -m draftloop bench engines "$@" --load-format dummy --max-model-len 2048 -dp 2 \
+  limited "$seconds" "$python" -m draftloop bench engines "$@" --load-format dummy --max-model-len 2048 -dp 2 \
     --out "$out/$name.json" 2>"$out/$name.log" || { failed=1; tail -n 20 "$out/$name.log"; }
   echo "== $name took $((SECONDS - begin)) s"
 }
 
-dp() { # needs two GPUs; not part of all
-  "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/distributed/test_lockstep.py 2>&1 |
-    tee "$out/gpu-tests-dp.txt" || failed=1
-  local sizes=(--max-num-seqs 32 --cudagraph-capture-sizes 1,8,32 --prompt-tokens 512 --output-tokens 128)
-  local moe=(qwen3-30b-a3b "${sizes[@]}" -sc "$(drafter eagle3 eagle3-qwen3-30b-a3b 5 3.5)")
-  engines ep2-qwen3-30b-a3b "${moe[@]}" --enable-expert-parallel --steady-steps 300 --mixed-steps 2000
-  engines dp2-qwen3-30b-a3b "${moe[@]}" --steady-steps 300 --mixed-steps 0 --no-compare-with-one
+dp_engines() { # engines that share experts, and one alone; or with `plain` two that share nothing
+  local moe=(qwen3-30b-a3b -sc "$(drafter eagle3 eagle3-qwen3-30b-a3b 5 3.5)" --max-num-seqs 32
+    --cudagraph-capture-sizes 1,8,32 --prompt-tokens 512 --output-tokens 128 --steady-steps 300)
+  if [ "${1:-}" = plain ]; then
+    engines dp2-qwen3-30b-a3b 120 "${moe[@]}" --mixed-steps 0 --no-compare-with-one
+  else
+    engines ep2-qwen3-30b-a3b 220 "${moe[@]}" --enable-expert-parallel --mixed-steps 2000
+  fi
+}
+
+dp() {
+  dp_engines
+  several_gpus_tests gpu-tests-dp 120 tests/distributed/test_lockstep.py
+  dp_engines plain
+}
+
+two() {
+  tp_70b
+  dp_engines
+  several_gpus_tests gpu-tests-two 60 tests/distributed/test_tensor_parallel.py -k "eagle3 or exchange or mixtures"
 }
 
 throughput() { # name, then the arguments of `draftloop bench throughput`
@@ -185,7 +217,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | quant_rows | sampling | tp | tp_tests | dp | adaptive | compare | soak | moe) "$part" ;;
+  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | compare | soak | moe) "$part" ;;
   all)
     bench
     start
@@ -195,7 +227,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, tp, tp_tests, dp, adaptive, compare, soak, moe, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, compare, soak, moe, all" >&2
     exit 2
     ;;
 esac

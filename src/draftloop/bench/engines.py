@@ -12,7 +12,7 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -56,67 +56,65 @@ class Load:
 
 
 def run_engines(config: EngineConfig, loads: Sequence[Load], *, with_one: bool, out: Path) -> Path:
-    """Run every load on all engines, and on one alone where `with_one`; print and write the numbers.
+    """Run every load on all engines, and the steady ones on one alone where `with_one`; print and write the numbers.
 
-    Raises RankError where an engine ends or gets stuck.
+    They are written after each load. Raises RankError where an engine ends or gets stuck.
     """
-    found = _on_engines(config, loads)
-    rows = _rows(found, loads)
+    rows: list[dict[str, Any]] = []
+    for load, found in _on_engines(config, loads):
+        rows += _rows(load, found)
+        out = write_numbers(out, rows)
     if with_one:
-        steady = [load for load in loads if not load.is_mixed]
         alone = replace(config, data_parallel_size=1, enable_expert_parallel=False)
-        one = _rows(_on_engines(alone, steady), steady)
-        for row in rows:
-            for other in one:
-                if row["metric"] == other["metric"] == "tokens_per_s" and row["load"] == other["load"]:
-                    row["share_of_linear"] = round(row["value"] / (config.data_parallel_size * other["value"]), 4)
-        rows += one
-    path = write_numbers(out, rows)
+        for load, found in _on_engines(alone, [load for load in loads if not load.is_mixed]):
+            one = _rows(load, found)
+            for row in rows:
+                if row["metric"] == "tokens_per_s" and row["load"] == load.name:
+                    row["share_of_linear"] = round(row["value"] / (config.data_parallel_size * one[0]["value"]), 4)
+            rows += one
+            out = write_numbers(out, rows)
     for row in rows:
         share = f", {row['share_of_linear']:.1%} of linear" if "share_of_linear" in row else ""
         print(f"{row['engines']} engines, {row['load']}: {row['metric']} {row['value']}{share}")
-    print(f"written to {path}")
-    return path
+    print(f"written to {out}")
+    return out
 
 
-def _rows(found: Sequence[Sequence[dict[str, Any]]], loads: Sequence[Load]) -> list[dict[str, Any]]:
-    """By load: of all engines together."""
-    rows: list[dict[str, Any]] = []
-    for place, load in enumerate(loads):
-        each = [engine[place] for engine in found]
-        first = each[0]
-        common = {
-            **first["facts"],
-            "load": load.name,
-            "engines": len(each),
-            "expert_parallel": first["steps_together"],
-            "batch": first["rows"],
-            "prompt": load.prompt_tokens,
-            "output": load.output_tokens,
-            "steps": first["steps"],
-            "eager_runs": max(one["eager_runs"] for one in each),
-            "eager_reasons": first["eager_reasons"],
-        }
-        seconds = max(one["seconds"] for one in each)
-        speed = sum(one["tokens"] for one in each) / seconds
-        lengths = [one["acceptance_length"] for one in each]
-        acceptance = round(sum(lengths) / len(lengths), 3)
-        rows.append(
-            {"metric": "tokens_per_s", **common, "value": round(speed, 2), "acceptance_length": acceptance}
-            | {"seconds": round(seconds, 3), "tokens_by_engine": [one["tokens"] for one in each]}
-        )
-        rows.append({"metric": "step_ms", **common, "value": round(seconds * 1e3 / first["steps"], 4)})
-        if first["agree_us"]:
-            p50, p99 = first["agree_us"]
-            rows.append({"metric": "agree_us", **common, "value": p50, "p99": p99})
+def _rows(load: Load, each: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of all engines together, their tokens per second first; `each` is what one saw."""
+    first = each[0]
+    common = {
+        **first["facts"],
+        "load": load.name,
+        "engines": len(each),
+        "expert_parallel": first["steps_together"],
+        "batch": first["rows"],
+        "prompt": load.prompt_tokens,
+        "output": load.output_tokens,
+        "steps": first["steps"],
+        "eager_runs": max(one["eager_runs"] for one in each),
+        "eager_reasons": first["eager_reasons"],
+    }
+    seconds = max(one["seconds"] for one in each)
+    speed = sum(one["tokens"] for one in each) / seconds
+    lengths = [one["acceptance_length"] for one in each]
+    acceptance = round(sum(lengths) / len(lengths), 3)
+    rows = [
+        {"metric": "tokens_per_s", **common, "value": round(speed, 2), "acceptance_length": acceptance}
+        | {"seconds": round(seconds, 3), "tokens_by_engine": [one["tokens"] for one in each]},
+        {"metric": "step_ms", **common, "value": round(seconds * 1e3 / first["steps"], 4)},
+    ]
+    if first["agree_us"]:
+        p50, p99 = first["agree_us"]
+        rows.append({"metric": "agree_us", **common, "value": p50, "p99": p99})
     return rows
 
 
 # ---- processes ------------------------------------------------------------------------------
 
 
-def _on_engines(config: EngineConfig, loads: Sequence[Load]) -> list[list[dict[str, Any]]]:
-    """By engine and load: what it saw."""
+def _on_engines(config: EngineConfig, loads: Sequence[Load]) -> Iterator[tuple[Load, list[dict[str, Any]]]]:
+    """Each load once all engines have done it, with what each saw."""
     size = config.data_parallel_size
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="draftloop-") as folder:
@@ -136,7 +134,7 @@ def _on_engines(config: EngineConfig, loads: Sequence[Load]) -> list[list[dict[s
                 process.start()
             for _, sending in pipes:
                 sending.close()  # so that an engine's end ends its pipe
-            return _gather([receiving for receiving, _ in pipes])
+            yield from _gather([receiving for receiving, _ in pipes], loads)
         finally:
             for process in processes:
                 process.join(1)
@@ -144,30 +142,31 @@ def _on_engines(config: EngineConfig, loads: Sequence[Load]) -> list[list[dict[s
                 process.join()
 
 
-def _gather(pipes: Sequence[Connection]) -> list[list[dict[str, Any]]]:
-    """Results by engine. Raises RankError for one that ends without, or says nothing for too long."""
-    found: dict[int, list[dict[str, Any]]] = {}
+def _gather(pipes: Sequence[Connection], loads: Sequence[Load]) -> Iterator[tuple[Load, list[dict[str, Any]]]]:
+    """See `_on_engines`. Raises RankError for an engine that ends before it is done, or says nothing for too long."""
+    found: list[list[dict[str, Any]]] = [[] for _ in pipes]
     heard = [time.monotonic() + START_S - WATCHDOG_S] * len(pipes)
     said = ["it starts"] * len(pipes)
-    while len(found) < len(pipes):
-        open_ = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
-        for pipe in wait(open_, timeout=1.0):
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
-            try:
-                kind, value = pipes[rank].recv()
-            except EOFError:
-                raise RankError(f"engine {rank} has ended, last heard of: {said[rank]}") from None
-            heard[rank] = time.monotonic()
-            if kind == "failed":
-                raise RankError(f"engine {rank} has failed: {value}")
-            if kind == "found":
-                found[rank] = value
-            else:
-                said[rank] = value
-        for rank in set(range(len(pipes))) - found.keys():
-            if time.monotonic() - heard[rank] > WATCHDOG_S:
-                raise RankError(f"engine {rank} has made no step for {WATCHDOG_S:.0f} s; last heard of: {said[rank]}")
-    return [found[rank] for rank in range(len(pipes))]
+    for place, load in enumerate(loads):
+        while open_ := [rank for rank, done in enumerate(found) if len(done) <= place]:
+            for pipe in wait([pipes[rank] for rank in open_], timeout=1.0):
+                rank = pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    kind, value = pipes[rank].recv()
+                except EOFError:
+                    raise RankError(f"engine {rank} has ended, last heard of: {said[rank]}") from None
+                heard[rank] = time.monotonic()
+                if kind == "failed":
+                    raise RankError(f"engine {rank} has failed: {value}")
+                if kind == "found":
+                    found[rank].append(value)
+                else:
+                    said[rank] = value
+            for rank in open_:
+                if time.monotonic() - heard[rank] > WATCHDOG_S:
+                    last = said[rank]
+                    raise RankError(f"engine {rank} has made no step for {WATCHDOG_S:.0f} s; last heard of: {last}")
+        yield load, [done[place] for done in found]
 
 
 def _engine(config: EngineConfig, replica: Replica, loads: Sequence[Load], pipe: Connection) -> None:
@@ -177,7 +176,8 @@ def _engine(config: EngineConfig, replica: Replica, loads: Sequence[Load], pipe:
     try:
         llm = LLM.from_config(config, replica=replica)
         pipe.send(("said", "it is ready"))
-        pipe.send(("found", [_drive(llm, load, replica.rank, pipe) for load in loads]))
+        for load in loads:
+            pipe.send(("found", _drive(llm, load, replica.rank, pipe)))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
 

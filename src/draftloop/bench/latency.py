@@ -58,18 +58,19 @@ def run_latency(
                 f"{limit}; lower --prompt-tokens or --output-tokens"
             )
         ceiling = engine_ceiling(llm)
-        rows = [*_startup_rows(llm, startup_s), *ceiling_rows(ceiling)]
+        common = {**engine_facts(llm), "prompt": prompt_tokens}
+        rows = [{**common, **row} for row in (*_startup_rows(llm, startup_s), *ceiling_rows(ceiling))]
+        path = write_numbers(out, rows)
         for batch in tqdm(batch_sizes, desc="Batch sizes"):
             steady = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "repeats": repeats}
             greedy = measure_steady(llm, batch, ceiling, **steady)
             if sampling_mix is SamplingMix.GREEDY:
-                rows += [*greedy, *_measure_spans(llm, batch, prompt_tokens, output_tokens, repeats)]
+                found = [*greedy, *_measure_spans(llm, batch, prompt_tokens, output_tokens, repeats)]
             else:
-                rows += [{**row, "sampling": SamplingMix.GREEDY.value} for row in greedy]
-                rows += against_greedy(llm, greedy[0], ceiling, sampling_mix, **steady)
-        common = {**engine_facts(llm), "prompt": prompt_tokens}
-        rows = [{**common, **row} for row in rows]
-        path = write_numbers(out, rows)
+                found = [{**row, "sampling": SamplingMix.GREEDY.value} for row in greedy]
+                found += against_greedy(llm, greedy[0], ceiling, sampling_mix, **steady)
+            rows += [{**common, **row} for row in found]
+            path = write_numbers(path, rows)  # a run that is cut off keeps what it has
         if trace:
             write_trace(llm, trace, rows=batch_sizes[0], prompt_tokens=prompt_tokens)
     finally:
