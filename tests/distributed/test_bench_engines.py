@@ -35,14 +35,14 @@ def test_engines_that_share_nothing_are_measured_together(tmp_path, capfd):
 
 
 def test_together_they_are_compared_with_as_many_times_one(tmp_path, monkeypatch):
-    def measured(config: EngineConfig, loads: list[Load]) -> list[list[dict[str, Any]]]:
+    def measured(config: EngineConfig, loads: list[Load]) -> list[tuple[Load, list[dict[str, Any]]]]:
         size = config.data_parallel_size
         one = {
             "facts": {"model": "m"}, "steps_together": config.steps_together, "rows": 4, "steps": 10, "seconds": 1.0,
             "tokens": 90 if size > 1 else 100, "acceptance_length": 2.0, "agree_us": [], "eager_runs": 0,
             "eager_reasons": {},
         }  # fmt: skip
-        return [[one for _ in loads] for _ in range(size)]
+        return [(load, [one] * size) for load in loads]
 
     monkeypatch.setattr(bench, "_on_engines", measured)
     config = EngineConfig(data_parallel_size=2, enable_expert_parallel=True)
@@ -53,7 +53,24 @@ def test_together_they_are_compared_with_as_many_times_one(tmp_path, monkeypatch
     assert (one["value"], one["engines"], one["expert_parallel"]) == (100, 1, False)
 
 
+def test_what_all_have_done_is_there_though_one_ends_later():
+    loads = [Load(name=name, num_steps=1, prompt_tokens=1, output_tokens=1) for name in ("steady", "mixed")]
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    receiving = [one for one, _ in pipes]
+    pipes[0][1].send(("found", 1))
+    pipes[1][1].send(("found", 2))
+    pipes[0][1].send(("found", 3))
+    pipes[1][1].close()
+    found = bench._gather(receiving, loads)
+    assert next(found) == (loads[0], [1, 2])
+    with pytest.raises(RankError, match="engine 1 has ended"):
+        next(found)
+    for one in (*receiving, pipes[0][1]):
+        one.close()
+
+
 def test_an_engine_that_ends_or_says_nothing_is_named(monkeypatch):
+    loads = [Load(name="mixed", num_steps=8, prompt_tokens=1, output_tokens=1)]
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
     receiving = [one for one, _ in pipes]
     pipes[0][1].send(("found", []))
@@ -61,10 +78,10 @@ def test_an_engine_that_ends_or_says_nothing_is_named(monkeypatch):
     monkeypatch.setattr(bench, "WATCHDOG_S", 0.1)
     monkeypatch.setattr(bench, "START_S", 0.1)
     with pytest.raises(RankError, match="engine 1 has made no step for 0 s; last heard of: mixed, step 7"):
-        bench._gather(receiving)
+        next(bench._gather(receiving, loads))
     pipes[0][1].send(("found", []))
     pipes[1][1].close()
     with pytest.raises(RankError, match="engine 1 has ended, last heard of: it starts"):
-        bench._gather(receiving)
+        next(bench._gather(receiving, loads))
     for one in (*receiving, pipes[0][1]):
         one.close()

@@ -25,6 +25,7 @@ from draftloop.models.loader import load_config, load_model, resolve_model
 from draftloop.models.shards import why_not_divided
 from draftloop.request import SamplingParams
 from experts import tiny_experts
+from gemma4 import gemma4_target
 from helpers import (
     VOCAB,
     answers,
@@ -266,6 +267,7 @@ DRAFT_MODEL = {"method": "draft_model", "model": tiny_model("near-draft-3", seed
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, but it does not divide the 4 attention heads"),
         ({"tensor_parallel_size": 2, "enable_lora": True}, "enable_lora is set"),
         ({"tensor_parallel_size": 2, "quantization": "int4"}, "weights of 4 bits are not divided"),
+        ({"tensor_parallel_size": 2, "model": gemma4_target()}, "layers of Gemma4ForCausalLM cannot be divided"),
         (
             {"tensor_parallel_size": 2, "speculative_config": {**DRAFT_MODEL, "draft_tensor_parallel_size": 4}},
             "draft_tensor_parallel_size is 4; it must be 1, or tensor_parallel_size, 2",
