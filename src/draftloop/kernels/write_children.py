@@ -68,7 +68,7 @@ def write_children_torch(
     drafts_MK.index_put_((rows_R1, drafts_C), torch.where(allowed_RC, tokens_RC, -1).int())
 
 
-@jit("size", "first")
+@jit("first")
 def _chunk_top_kernel(
     x_ptr,
     best_ptr,
