@@ -253,6 +253,7 @@ def test_bench_latency(monkeypatch, tmp_path, sizes):
         (["bench", "latency", "--batch-sizes", "1,x"], "'1,x' are not whole numbers"),
         (["bench", "latency", "--batch-sizes", "0"], "--batch-sizes is 0; it must be at least 1"),
         (["bench", "latency", "--repeats", "0"], "--repeats is 0; it must be at least 1"),
+        (["run", "--lora", "sql"], "--lora is 'sql'; known adapters: none; give --enable-lora"),
         (["train"], "--target requires an argument"),
         (["frob"], 'Unknown command "frob"'),
         (["run", "name", "three", "rivers"], "nothing takes 'three rivers'; quote texts with spaces"),

@@ -83,6 +83,13 @@ def _split(values: dict[str, Any]) -> tuple[EngineConfig, SamplingParams]:
     return config_from(values, default_speculation(values)), SamplingParams(**sampling)
 
 
+def _check_adapter(config: EngineConfig, lora: str | None) -> None:
+    """Before anything is loaded. Raises ConfigError."""
+    if lora is not None and lora not in config.adapters:
+        known = ", ".join(config.adapters) or "none; give --enable-lora and --lora-modules NAME=FOLDER"
+        raise ConfigError(f"--lora is {lora!r}; known adapters: {known}")
+
+
 def _open(config: EngineConfig) -> LLM:
     from draftloop.engine.llm import LLM
 
@@ -120,6 +127,7 @@ def run(
         Print one JSON object instead, with the whole graph report.
     """
     config, sampling = _split(values)
+    _check_adapter(config, lora)
     llm = _open(config)
     try:
         demo = Demo(llm, sampling, speculative=config.speculation is not None, lora=lora)
@@ -139,6 +147,7 @@ def chat(values: dict[str, Any], *, system: str | None = None, lora: LORA = None
         Instructions that every conversation starts with.
     """
     config, sampling = _split(values)
+    _check_adapter(config, lora)
     llm = _open(config)
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)

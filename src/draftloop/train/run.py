@@ -49,6 +49,8 @@ def run_train(options: TrainOptions, method_options: Any) -> Path:
 
 
 def _run(options: TrainOptions, method_options: Any, world: World) -> Path:
+    if options.data is not None and not Path(options.data).is_file():  # before the target is loaded
+        raise ConfigError(f"--data is {options.data!r}, which is no file; check the path")
     out = make_folder(Path(options.out), "--out")
     device, dtype = _device(options), _dtype(options)
     source = resolve_model(options.target)
