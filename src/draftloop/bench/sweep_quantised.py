@@ -203,7 +203,8 @@ def plane_tiles(layer: Layer, regime: str, *, integer: bool) -> Iterator[PlaneTi
         length = layer.size // (block_k * splits)
         if layer.size % (block_k * splits) or length < 4 or not (60 if regime == "many" else 90) <= programs <= 600:
             continue
-        if room < 3 or limit * block_n > 4096 * warps:
+        # integers have a group's sums beside all sums
+        if room < 3 or limit * block_n > (2048 if integer else 4096) * warps:
             continue
         depths = (1.5, 3) if regime == "few" else (3,)
         wanted = IN_FLIGHT / max(1, programs / NUM_SMS) / weight_bytes
