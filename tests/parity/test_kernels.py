@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -108,8 +110,14 @@ def test_gelu_mul(run: Callable[..., Tensor], device: torch.device, dtype: torch
     close(run(gate_up), torch.nn.functional.gelu(gate, approximate="tanh") * up, dtype)
 
 
+def rope_write_many(*args: Any, **options: Any) -> Tensor:
+    """With programs as large as for many tokens."""
+    with mock.patch("draftloop.kernels.rope_write.FEW_TOKENS", 0):
+        return rope_write_triton(*args, **options)
+
+
 @DTYPES
-@pytest.mark.parametrize("run", [rope_write_torch, rope_write_triton])
+@pytest.mark.parametrize("run", [rope_write_torch, rope_write_triton, rope_write_many])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "rotary_dim", "page_size"),

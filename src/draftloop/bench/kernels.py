@@ -5,10 +5,12 @@ Shape suffixes: B batch rows, Q tokens per row, S keys per row (here not the pag
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -274,21 +276,28 @@ def linear_rows(num_tokens: int, device: torch.device) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def sweep_linear(
-    device: torch.device, columns: int, size: int, num_tokens: int = 6, *, may_split: bool
+    device: torch.device, columns: int, size: int, num_tokens: int = 6, *, may_split: bool, limit: int = 400
 ) -> list[tuple[float, Tiles]]:
-    """(us, tiles), fastest first: what `linear.choose` is set by."""
+    """(us, tiles), fastest first: what `linear.choose` is set by. `limit` leaves out the least likely."""
     x, weights = torch.randn(num_tokens, size, dtype=DTYPE, device=device), cold_weights(columns, size, device)
     run, splits = (linear_split_triton, (1, 2, 4, 8)) if may_split else (linear_triton, (1,))
-    results = []
+    found = []
     for options in itertools.product((16, 32, 64, 128), (128, 256, 512), splits, (4, 8), (3, 4, 5)):
         tiles = Tiles(*options)
         programs = -(-columns // tiles.block_n) * tiles.splits
         shared = (tiles.block_n + num_tokens) * tiles.block_k * DTYPE.itemsize * tiles.num_stages
-        if size % (tiles.block_k * tiles.splits) or shared > SHARED_BYTES or not 100 <= programs <= 2100:
-            continue
+        if size % (tiles.block_k * tiles.splits) == 0 and shared <= SHARED_BYTES and 100 <= programs <= 2100:
+            # what has been fastest: 4 warps, 32 to 128 KB under way, programs for each multiprocessor once or twice
+            found.append((tiles.num_warps != 4, not 32 << 10 <= shared <= 128 << 10, programs > 600, tiles))
+    candidates = [tiles for *_, tiles in sorted(found)[:limit]]
+    results = []
+    with ThreadPoolExecutor(12) as pool:  # the first call compiles
+        compiled = [pool.submit(run, x, weights[0], tiles=tiles) for tiles in candidates]
+    for tiles, future in zip(candidates, compiled, strict=True):
         calls = [lambda weight=weight, tiles=tiles: run(x, weight, tiles=tiles) for weight in weights]
         # shared memory may not suffice after all: such tiles are no candidates
         with contextlib.suppress(Exception):
+            future.result()
             results.append((time_us(calls, repeats=5)[0], tiles))
     return sorted(results)
 
@@ -323,9 +332,27 @@ def kernel_rows(device: torch.device, backends: Sequence[str] = ("triton",)) -> 
     return rows
 
 
-if __name__ == "__main__":
-    for row in kernel_rows(torch.device("cuda")):
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="only the kernels between the linears")
+    parser.add_argument(
+        "--sweep", nargs="+", help="instead, the fastest tiles of these layers, such as 1b.qkv, at one token"
+    )
+    args, device = parser.parse_args(), torch.device("cuda")
+    for name, columns, size, residual in LINEAR_CASES if args.sweep else ():
+        if name in args.sweep:
+            results = sweep_linear(device, columns, size, 1, may_split=residual, limit=24)
+            for us, tiles in results[:3]:
+                print(f"({columns}, {size}, {residual}): {us:.2f} us  {tuple(tiles)}", flush=True)
+    if args.sweep:
+        return
+    rows = [row for n in (1, 6, 192, 768) for row in small_rows(n, device)] if args.small else kernel_rows(device)
+    for row in rows:
         print(
             f"{row['kernel']:20} {row['shape']:36} {row['value']:8.2f} us "
             f"({row['min']:.2f}-{row['max']:.2f})  floor {row['floor']:7.2f}"
         )
+
+
+if __name__ == "__main__":
+    main()

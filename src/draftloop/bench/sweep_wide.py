@@ -1,7 +1,5 @@
 """Which tiles make layers of many tokens faster than cuBLAS: what `kernels.linear_wide.MEASURED` is made of.
 
-The same for output heads that keep only the likeliest token: `kernels.lm_head_argmax.MEASURED`.
-
     python -m draftloop.bench.sweep_wide --out sweep.json            # on the GPU; keeps what it has when cut off
     python -m draftloop.bench.sweep_wide --entries sweep.json        # anywhere: the table's entries
 
@@ -26,11 +24,10 @@ from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, cold_weights, time_us
 from draftloop.bench.stamp import stamp
-from draftloop.kernels import linear_wide, lm_head_argmax
-from draftloop.kernels.argmax import argmax, best_index
+from draftloop.kernels import linear_wide
+from draftloop.kernels.argmax import argmax
 from draftloop.kernels.linear import MAX_TOKENS, linear, linear_torch, residual_linear
 from draftloop.kernels.linear_wide import Kind, WideTiles, linear_wide_triton, token_parts
-from draftloop.kernels.lm_head_argmax import HeadTiles, head_maxima_triton, head_parts
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kernels.silu_mul import silu_mul
 
@@ -43,16 +40,13 @@ MAX_ERROR = 1e-2
 """Of the norm of the difference to cuBLAS; larger: the kernel is wrong."""
 GAIN = 0.98
 """Tiles enter the table if they take less than this share of the time without them."""
-HEAD = "head"
-"""The kind of a layer whose output is the likeliest token."""
 
 
 class Layer(NamedTuple):
     name: str
     columns: int
     size: int
-    kinds: tuple[Kind, ...] = ()
-    """None: an output head."""
+    kinds: tuple[Kind, ...]
 
 
 LAYERS = [
@@ -62,9 +56,7 @@ LAYERS = [
     Layer("o", 4096, 4096, (Kind.SUMS,)),
     Layer("lm_head", 128256, 4096, (Kind.PLAIN,)),
 ]
-HEADS = [Layer("head", 128256, 4096), Layer("draft_head", 32000, 4096)]
 TOKENS = (192, 768, 96, 128, 256)
-HEAD_TOKENS = {"head": (6, 192, 48, 768), "draft_head": (1, 32, 8)}
 
 
 def estimate_us(layer: Layer, tokens: int, kind: Kind, tiles: WideTiles, per_sm: int) -> float:
@@ -111,7 +103,7 @@ def candidates(layer: Layer, tokens: int, kind: Kind, limit: int) -> list[WideTi
 
 def followed(kind: str, name: str, tokens: int, columns: int, device: torch.device) -> Callable[[Tensor], Any]:
     """What runs behind the layer in a model."""
-    if name.endswith("head"):
+    if name == "lm_head":
         return argmax
     if name == "gate_up":
         return (lambda out: out) if kind == Kind.GATED else silu_mul
@@ -155,27 +147,8 @@ def plan(cells: Iterable[tuple[Layer, int]], pool: ThreadPoolExecutor, limit: in
                 options = {"kind": kind, "tiles": t}
                 compiled = pool.submit(linear_wide.compile_ahead, x, weight, None, out, **options)
                 found.append(Candidate(kind.value, t, compiled, functools.partial(linear_wide_triton, **options)))
-        for head in head_candidates(tokens, limit) if not layer.kinds else ():
-            best = torch.empty(tokens, head.programs, dtype=torch.int64, device=device)
-            compiled = pool.submit(lm_head_argmax.compile_ahead, x, weight, best, head)
-            run = functools.partial(head_maxima_triton, tiles=head)
-            found.append(Candidate(HEAD, head, compiled, lambda x, weight, run=run: best_index(run(x, weight))))
         planned.append(Cell(layer, tokens, found))
     return planned
-
-
-def head_candidates(tokens: int, limit: int) -> list[HeadTiles]:
-    """Mostly two programs on an SM: one reads while the other looks for its largest."""
-    found = []
-    for block_n, block_k, warps, per_sm in (
-        (128, 64, 4, 2), (128, 128, 4, 2), (64, 128, 4, 2), (256, 64, 8, 1), (128, 64, 8, 1), (64, 64, 4, 3),
-        (128, 64, 4, 3), (64, 256, 4, 2), (256, 64, 8, 2),
-    ):  # fmt: skip
-        _, first, second = head_parts(tokens, HeadTiles(block_n, block_k, 1, warps, 1))
-        stages = num_stages(block_n, block_k, first + second, warps, per_sm)
-        if stages >= 2:
-            found.append(HeadTiles(block_n, block_k, per_sm * NUM_SMS, warps, stages))
-    return found[:limit]
 
 
 @torch.inference_mode()
@@ -194,7 +167,7 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
     before = time_it(lambda weight: follow(today(x, weight)))
     expected, results = linear_torch(x, weights[0]), []
     for kind, tiles, compiled, run in cell.candidates:
-        follow = (lambda out: out) if kind == HEAD else followed(kind, layer.name, tokens, layer.columns, device)
+        follow = followed(kind, layer.name, tokens, layer.columns, device)
         result: dict[str, Any] = {"kind": kind, "tiles": list(tiles)}
         try:
             compiled.result()
@@ -218,16 +191,13 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
 
 
 def relative_error(out: Tensor, expected: Tensor, kind: str) -> float:
-    """Norm of the difference to today's output over the norm of that; of a head, how far its token is from the best."""
-    if kind == HEAD:
-        top = expected.float().amax(1)
-        return ((top - expected.float().gather(1, out[:, None])[:, 0]) / top.abs()).max().item()
+    """Norm of the difference to today's output over the norm of that."""
     out = out.sum(0) if kind == Kind.SUMS else out.float()
     expected = (silu_mul(expected) if kind == Kind.GATED else expected).float()
     return ((out - expected).norm() / expected.norm()).item()
 
 
-def usable(row: dict[str, Any], *, kinds: Iterable[str] = (*Kind, HEAD)) -> list[dict[str, Any]]:
+def usable(row: dict[str, Any], *, kinds: Iterable[str] = tuple(Kind)) -> list[dict[str, Any]]:
     return [r for r in row["results"] if r["kind"] in kinds and r.get("error", 1.0) < MAX_ERROR]
 
 
@@ -250,10 +220,6 @@ def entries(rows: list[dict[str, Any]]) -> Iterator[str]:
     for (columns, size), kind in itertools.product(layers, Kind):
         if lines := list(_lines(rows, columns, size, kind)):
             yield from (f"({columns}, {size}, Kind.{kind.name}): {{", *lines, "},")
-    yield "# kernels/lm_head_argmax.py"
-    for columns, size in layers:
-        if lines := list(_lines(rows, columns, size, HEAD)):
-            yield from (f"({columns}, {size}): {{", *lines, "},")
 
 
 def _lines(rows: list[dict[str, Any]], columns: int, size: int, kind: str) -> Iterator[str]:
@@ -262,10 +228,10 @@ def _lines(rows: list[dict[str, Any]], columns: int, size: int, kind: str) -> It
         if (row["columns"], row["size"]) != (columns, size) or all(r["kind"] != kind for r in row["results"]):
             continue
         first, before = max(before + 1, row["tokens"] * 2 // 3), row["tokens"]
-        found, name = usable(row, kinds=[kind]), "HeadTiles" if kind == HEAD else "WideTiles"
+        found = usable(row, kinds=[kind])
         if found and found[0]["us"] < GAIN * row["today_us"]:
             times = f"{found[0]['us']:.1f} us, without {row['today_us']:.1f}"
-            yield f"    Range({first}, {row['tokens']}): {name}{tuple(found[0]['tiles'])},  # {times}"
+            yield f"    Range({first}, {row['tokens']}): WideTiles{tuple(found[0]['tiles'])},  # {times}"
 
 
 def main() -> None:
@@ -273,7 +239,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON of results; written anew after every layer")
     parser.add_argument("--entries", type=Path, help="print the table's entries of such a file, and measure nothing")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS + HEADS])
+    parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS])
     parser.add_argument("--candidates", type=int, default=8, help="tiles tried per layer, tokens and kind")
     parser.add_argument("--seconds", type=float, default=110, help="start no new measurement after this long")
     args = parser.parse_args()
@@ -282,9 +248,7 @@ def main() -> None:
         return
     begin, device = time.perf_counter(), torch.device("cuda")
     cells = [(layer, tokens) for tokens in args.tokens for layer in LAYERS]
-    heads = [(layer, tokens) for layer in HEADS for tokens in HEAD_TOKENS[layer.name]]
-    # verification at batch 32 comes first, then the heads, then what is rarer
-    cells = [cell for cell in (*cells[: len(LAYERS)], *heads, *cells[len(LAYERS) :]) if cell[0].name in args.layers]
+    cells = [cell for cell in cells if cell[0].name in args.layers]
     report: dict[str, Any] = {"stamp": stamp(), "rows": []}
     with ThreadPoolExecutor(16) as pool:
         for cell in plan(cells, pool, args.candidates, device):

@@ -22,6 +22,7 @@ from draftloop.kernels import linear_wide
 from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.linear_wide import Kind, linear_wide_triton
 from draftloop.kernels.native import ops as native
+from draftloop.kernels.overlap import fetch_rows, rows_ahead
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def linear_split_torch(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = 
     return sums_XTN
 
 
-@jit("num_tokens")
+@jit("num_tokens", "ahead")
 def _linear_kernel(
     x_ptr,
     weight_ptr,
@@ -107,6 +108,7 @@ def _linear_kernel(
     out_ptr,
     num_tokens,
     num_columns,
+    ahead,  # columns whose weights are asked for before the wait
     SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -127,6 +129,10 @@ def _linear_kernel(
     row = n if EVEN else tl.minimum(n, num_columns - 1)
     PART: tl.constexpr = SIZE // SPLITS
     if PDL:
+        column = tl.program_id(1) * BLOCK_N
+        ITEMSIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+        first_ptr = weight_ptr + column * SIZE + split * PART
+        fetch_rows(first_ptr, tl.minimum(num_columns - column, ahead), SIZE * ITEMSIZE, PART * ITEMSIZE)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, PART, BLOCK_K):
@@ -164,14 +170,18 @@ def _launch(
     assert tiles.splits == 1 or size % (tiles.block_k * tiles.splits) == 0
     if not num_tokens:
         return
+    num_blocks = -(-num_columns // tiles.block_n)
     # blocks of tokens are next to each other in time, so that they find their weights in the cache
-    _linear_kernel[(-(-num_tokens // block_m), -(-num_columns // tiles.block_n), tiles.splits)](
+    _linear_kernel[(-(-num_tokens // block_m), num_blocks, tiles.splits)](
         x_TK,
         weight_NK,
         x_TK if bias_N is None else bias_N,
         out,
         num_tokens,
         num_columns,
+        rows_ahead(
+            x_TK.device, num_blocks * tiles.splits, tiles.block_n, size // tiles.splits * weight_NK.element_size()
+        ),
         SIZE=size,
         SPLITS=tiles.splits,
         BIAS=bias_N is not None,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.silu_mul import gate_times_up, silu_mul_torch
-from draftloop.kernels.triton_import import TensorDescriptor, jit, next_power_of_2, pdl_options, tl
+from draftloop.kernels.triton_import import TensorDescriptor, gpu_name, jit, next_power_of_2, pdl_options, tl
 
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_PART = 16
@@ -289,11 +289,6 @@ def compile_ahead(
     """Compile what `linear_wide_triton` would launch; from any thread."""
     arguments, grid, options = launch_arguments(x_TK, weight_NK, bias_N, out, kind=kind, tiles=tiles)
     _wide_kernel.warmup(*arguments, grid=grid, **options)
-
-
-@functools.cache
-def gpu_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
 
 
 def choose(x: Tensor, weight_NK: Tensor, kind: Kind) -> WideTiles | None:

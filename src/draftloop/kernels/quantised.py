@@ -21,9 +21,10 @@ from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.gated_linear import Activation, gated
 from draftloop.kernels.linear import DTYPES, linear, sm_count
 from draftloop.kernels.linear_planes import Planes, PlaneTiles, linear_planes_triton
-from draftloop.kernels.linear_wide import Kind, gpu_name
+from draftloop.kernels.linear_wide import Kind
 from draftloop.kernels.packed_values import BLOCK
 from draftloop.kernels.silu_mul import silu_mul
+from draftloop.kernels.triton_import import gpu_name
 
 MAX_TOKENS = 128
 """Of layers that were not measured: above this, reading the weights once more as floats pays."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.native import ops as native
-from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
+from draftloop.kernels.overlap import early_options
+from draftloop.kernels.triton_import import jit, next_power_of_2, tl
 
 
 class Store(NamedTuple):
@@ -66,8 +67,11 @@ def _rms_norm_kernel(
     STORE_SUM: tl.constexpr,
     STORE_NORMED: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One token. With ADD, the residual is added first and the sum stored too."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     live = h < SIZE
@@ -131,7 +135,7 @@ def _launch(
             STORE_SUM=store is not None and not store.normed,
             STORE_NORMED=store is not None and store.normed,
             num_warps=min(16, max(1, block // 512)),
-            **pdl_options(x.device),
+            **early_options(x.device),
         )
     return normed_TH, sum_TH
 

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from draftloop.kernels.fp8_cache import FP8, as_bytes, stored
 from draftloop.kernels.native import ops as native
-from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
+from draftloop.kernels.overlap import early_options
+from draftloop.kernels.triton_import import jit, next_power_of_2, tl
+
+FEW_TOKENS = 64
+"""Up to this, programs are small, so that there are many; above, launching them would take the longest."""
 
 
 def rope_write_torch(
@@ -87,8 +91,11 @@ def _rope_write_kernel(
     BLOCK_REST: tl.constexpr,  # 0: every dimension is rotated
     FP8: tl.constexpr,  # the cache holds e4m3
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One token, some heads. A value is a head with nothing to norm and an angle of 0."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     dtype = qkv_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -189,7 +196,7 @@ def rope_write_triton(
     q_THD = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv_TE.dtype, device=qkv_TE.device)
     half = cos_sin_LD.shape[1] // 2
     rest = head_dim - 2 * half
-    block_heads = 4
+    block_heads, num_warps = (4, 1) if num_tokens <= FEW_TOKENS else (16, 4)
     if num_tokens:
         _rope_write_kernel[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // block_heads))](
             qkv_TE,
@@ -217,8 +224,8 @@ def rope_write_triton(
             BLOCK_HALF=next_power_of_2(half),
             BLOCK_REST=next_power_of_2(rest) if rest else 0,
             FP8=kv_2PSGD.dtype is FP8,
-            num_warps=1,
-            **pdl_options(qkv_TE.device),
+            num_warps=num_warps,
+            **early_options(qkv_TE.device),
         )
     return q_THD
 

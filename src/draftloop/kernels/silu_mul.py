@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from draftloop.kernels.native import ops as native
-from draftloop.kernels.triton_import import jit, pdl_options, tl
+from draftloop.kernels.overlap import early_options
+from draftloop.kernels.triton_import import jit, tl
 
 BLOCK = 1024
 
@@ -42,9 +43,18 @@ def gate_times_up(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
 
 @jit()
 def _gated_kernel(
-    gate_up_ptr, out_ptr, stride, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    gate_up_ptr,
+    out_ptr,
+    stride,
+    SIZE: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One token, one block of columns."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < SIZE
@@ -65,7 +75,7 @@ def _launch(gate_up_T2I: Tensor, *, gelu: bool) -> Tensor:
     out_TI = torch.empty(num_tokens, size, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     if num_tokens:
         grid = (num_tokens, -(-size // BLOCK))
-        options = dict(SIZE=size, GELU=gelu, BLOCK=BLOCK, num_warps=4, **pdl_options(gate_up_T2I.device))
+        options = dict(SIZE=size, GELU=gelu, BLOCK=BLOCK, num_warps=4, **early_options(gate_up_T2I.device))
         _gated_kernel[grid](gate_up_T2I, out_TI, gate_up_T2I.stride(0), **options)
     return out_TI
 

@@ -58,6 +58,12 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
     return {"PDL": False}
 
 
+@functools.cache
+def gpu_name(device: torch.device) -> str:
+    """What tables of measurements call a CUDA device."""
+    return torch.cuda.get_device_name(device)
+
+
 def next_power_of_2(n: int) -> int:
     """Smallest power of 2 that is at least n >= 1."""
     return 1 << (n - 1).bit_length()
