@@ -120,9 +120,8 @@ def test_sampling_grammars_and_processors_behind_drafters_that_are_whole_or_divi
 def test_greedy_rows_exchange_their_likeliest_tokens_and_no_logits(ranks):
     """Of target and drafter; a sampled row needs its logits whole."""
     spec = {**drafting_spec(3), "draft_sample_method": "probabilistic"}
-    divided = make_engine(
-        ranks=ranks, tensor_parallel_size=2, speculative_config=spec, enforce_eager=True, device=ranks.device.type
-    )
+    settings = {"device": ranks.device.type, "dtype": "float32", "enforce_eager": True, "speculative_config": spec}
+    divided = make_engine(ranks=ranks, tensor_parallel_size=2, **settings)
     longest = []
     try:
         for params in (greedy(8), SamplingParams(temperature=1.0, seed=1, max_tokens=8)):
