@@ -13,7 +13,9 @@
 #   dp      two engines on two GPUs that share their experts: speed, 2,000 mixed steps, their tests (8 minutes at most)
 #   adaptive  no drafts, 1, 3 and 5 of them, and adaptive, at 1 to 256 requests at a time (about 4 minutes)
 #   compare  SmolLM2 with each drafter that is shipped, in turns: tokens per step and per second (about 4 minutes)
-#   soak    9.5 minutes of mixed traffic, memory and stalls watched
+#   soak    mixed traffic, memory and stalls watched: all that fits into 560 s (MAX_SECONDS), the start included, or
+#           MINUTES; two runs give more than ten minutes where no call may take longer than 600 s
+#   cache   keys and values of 8 bits against 16, at 512 and 8,192 tokens of context (about 3 minutes)
 #   moe     mixtures of experts: a sweep over tiles, Qwen3-30B-A3B's shape plain and with drafts, tests (about 4 minutes)
 #   speed   how far kernels should reach into each other: a sweep, the rows of `bench` with its best choice and without,
 #           small kernels, tiles of a 1B model (about 6 minutes)
@@ -36,7 +38,7 @@ latency() { # name, then the arguments of `draftloop bench latency`
   local name="$1" begin="$SECONDS"
   shift
   echo "== $name"
-  COLUMNS=140 limited "${limit:-600}" "$python" -m draftloop bench latency "$@" --load-format dummy --prompt-tokens 512 \
+  COLUMNS=140 limited "${limit:-600}" "$python" -m draftloop bench latency "$@" --load-format dummy --prompt-tokens "${prompt_tokens:-512}" \
     --out "$out/$name.json" 2>"$out/$name.log" || { failed=1; tail -n 20 "$out/$name.log"; }
   echo "== $name took $((SECONDS - begin)) s"
 }
@@ -195,9 +197,21 @@ compare() { # real weights: from the hub or their package
     --out "$out/compare-smollm2.json" || failed=1
 }
 
-soak() {
+soak() { # what it has is written every minute, so that a call that is cut off leaves numbers too
   "$python" -m draftloop bench soak llama-3.1-8b --load-format dummy --max-num-seqs 32 --max-model-len 2048 \
-    -sc "$eagle3" --minutes "${MINUTES:-9.5}" --out "$out/soak-8b.json" || failed=1
+    -sc "$eagle3" --minutes "${MINUTES:-60}" --max-seconds "${MAX_SECONDS:-560}" \
+    --out "$out/soak-8b-$(date +%H%M).json" || failed=1
+}
+
+cache() { # plain decoding and drafts; 32 rows of 8,192 tokens read 34 GB of keys and values, or 17
+  local prompt_tokens dtype
+  for dtype in auto fp8; do
+    latency "none-8b-cache-$dtype" llama-3.1-8b $(rows 32 1,8,32) --kv-cache-dtype "$dtype"
+    latency "eagle3-8b-cache-$dtype" llama-3.1-8b $(rows 32 1,8,32) -sc "$eagle3" --kv-cache-dtype "$dtype"
+    prompt_tokens=8192
+    latency "none-8b-8k-cache-$dtype" llama-3.1-8b $(rows 32 1,32 12288) --kv-cache-dtype "$dtype" --repeats 2
+    unset prompt_tokens
+  done
 }
 
 moe() { # mixtures of experts: tiles, one model plain and with drafts, tests
@@ -244,7 +258,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | compare | soak | moe | speed) "$part" ;;
+  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | compare | soak | cache | moe | speed) "$part" ;;
   all)
     bench
     start
@@ -254,7 +268,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, compare, soak, moe, speed, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, compare, soak, cache, moe, speed, all" >&2
     exit 2
     ;;
 esac

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from blocks import wide_block
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import DRAFTERS, drafter_class, load_drafters
 from draftloop.errors import ConfigError
+from draftloop.scheduler.drafting import AdaptiveDrafts
+from heads import wide_head
 from helpers import (
     answers,
     assert_all_free,
@@ -21,6 +24,8 @@ from helpers import (
     prompts,
     tiny_model,
 )
+from medusa_heads import medusa_config, tiny_medusa
+from parallel import wide_peagle
 
 load_drafters()
 FOLLOWING = [
@@ -46,7 +51,7 @@ def test_text_does_not_depend_on_the_schedule(config):
     outputs = llm.generate(asked, [greedy(n) for n in LENGTHS])
     model = example_target(config)
     assert answers(outputs) == [oracle(p, n, model=model) for p, n in zip(asked, LENGTHS, strict=True)]
-    steps = llm.engine.core.scheduler.drafting.steps_by_count
+    steps = llm.get_metrics()["steps_by_num_drafts"]
     assert all(steps[count] > 0 for count in (0, 1, config["num_speculative_tokens"])), steps
     assert_all_free(llm)
     llm.close()
@@ -61,12 +66,72 @@ def test_acceptance_is_whole_again_after_steps_without_drafts(mode):
     asked = prompts(3)
     outputs = llm.generate(asked, [greedy(24), greedy(60), greedy(100)])
     assert answers(outputs) == [oracle(p, n) for p, n in zip(asked, (24, 60, 100), strict=True)]
-    drafting, metrics = llm.engine.core.scheduler.drafting, llm.get_metrics()
-    assert drafting.steps_by_count[0] > 0
-    assert drafting.steps_by_count[3] > 0
+    metrics = llm.get_metrics()
+    assert min(metrics["steps_by_num_drafts"].values()) > 0
     cut = 3 * len(asked)  # the last block of a request ends at its limit
     assert metrics["spec_decode_num_accepted_tokens"] >= metrics["spec_decode_num_draft_tokens"] - cut
     llm.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_loop", ["off", 7])
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3", "dflash", "dspark", "peagle", "medusa"])
+def test_text_does_not_depend_on_the_schedule_on_a_gpu(name, device_loop):
+    model = tiny_model("wide", hidden=256)
+    config = {"method": name, "num_speculative_tokens": 3, "model": wide_drafter(name)}
+    if name == "ngram":
+        config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    shared = {"device": "cuda", "dtype": "float32", "cudagraph_capture_sizes": (2, 8)}
+    plain = make_engine(model, **shared, cudagraph_mode="NONE", max_num_seqs=1, max_prefill_rows=1)
+    llm = make_engine(model, **shared, speculative_config=by_rows(config), device_loop=device_loop, require_graphs=True)
+    asked, params = prompts(4), [greedy(n) for n in LENGTHS]
+    llm.engine.table.poison = True
+    assert answers(llm.generate(asked, params)) == answers(plain.generate(asked, params))
+    assert min(llm.get_metrics()["steps_by_num_drafts"].values()) > 0
+    assert not any(llm.get_graph_report().eager_runs.values())
+    assert_all_free(llm)
+    llm.close()
+    plain.close()
+
+
+def wide_drafter(name: str) -> str | None:
+    if name == "draft_model":
+        return tiny_model("wide-near", hidden=256, noise=0.06)
+    if name == "medusa":
+        return tiny_medusa("wide", medusa_config(hidden_size=256))
+    if name == "peagle":
+        return wide_peagle()
+    return wide_head(name) if name == "eagle3" else wide_block(name)
+
+
+@pytest.mark.gpu
+def test_acceptance_is_whole_again_after_steps_without_drafts_on_a_gpu():
+    """As on a CPU; what is rejected is a draft whose logits nearly tie with another's in a pass of another width."""
+    model = tiny_model("wide", hidden=256)
+    spec = by_rows({"method": "draft_model", "model": model, "num_speculative_tokens": 3})
+    llm = make_engine(model, speculative_config=spec, device="cuda", dtype="float32", cudagraph_capture_sizes=(2, 8))
+    llm.generate(prompts(3), [greedy(24), greedy(60), greedy(100)])
+    metrics = llm.get_metrics()
+    assert min(metrics["steps_by_num_drafts"].values()) > 0
+    assert metrics["spec_decode_num_accepted_tokens"] >= metrics["spec_decode_num_draft_tokens"] - 3 * 3 - 3
+    llm.close()
+
+
+@pytest.mark.gpu
+def test_costs_are_measured_and_adaptive_text_is_that_of_plain_decoding_on_a_gpu():
+    model = tiny_model("wide", hidden=256)
+    spec = {"method": "draft_model", "model": wide_drafter("draft_model"), "num_speculative_tokens": 3}
+    shared = {"device": "cuda", "dtype": "float32", "cudagraph_capture_sizes": (2, 8)}
+    plain = make_engine(model, **shared, cudagraph_mode="NONE", max_num_seqs=1, max_prefill_rows=1)
+    llm = make_engine(model, **shared, speculative_config={**spec, "adaptive": True})
+    drafting = llm.engine.core.scheduler.drafting
+    assert isinstance(drafting, AdaptiveDrafts)
+    assert set(drafting.costs.ms) == {(rows, count) for rows in (2, 8) for count in range(4)}
+    assert all(0 < ms < 100 for ms in drafting.costs.ms.values())
+    asked = prompts(12)
+    assert answers(llm.generate(asked, greedy(60))) == answers(plain.generate(asked, greedy(60)))
+    llm.close()
+    plain.close()
 
 
 def test_every_number_of_the_schedule_is_in_the_coverage_report():

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.llm import LLM
+from draftloop.scheduler.drafting import DWELL, DraftsByRows
 from helpers import (
     assert_all_free,
     check_books,
@@ -46,7 +47,7 @@ arrival = st.tuples(
     st.integers(0, 2),  # and how it goes on
     st.sampled_from([1, 2, 9, 30]),  # tokens to answer
     st.integers(0, 1),  # priority
-    st.booleans(),  # speculation
+    st.sampled_from([False, True, "one"]),  # speculation; one draft a step at most
     st.sampled_from([None, None, "salt"]),
 )
 traffic = st.lists(
@@ -57,6 +58,7 @@ traffic = st.lists(
         st.tuples(st.just("abort"), st.integers(0, 9)),
         st.tuples(st.just("preempt"), st.integers(0, 9)),
         st.just(("reset",)),
+        st.tuples(st.just("draft"), st.integers(0, 2)),  # so many tokens from now on: none, one, all
     ),
     min_size=6,
     max_size=24,
@@ -66,6 +68,7 @@ engines = st.fixed_dictionaries(
         "spare_pages": st.integers(0, 5),
         "page_size": st.sampled_from([16, 32]),
         "kind": st.sampled_from(["steps", "overlap", "loop"]),
+        "follows": st.booleans(),  # the number of drafts may change
     }
 )
 KEPT: list[tuple[dict[str, Any], list[Any]]] = [
@@ -81,6 +84,25 @@ KEPT: list[tuple[dict[str, Any], list[Any]]] = [
             ("step", 6),
             ("preempt", 0),
             ("step", 6),
+        ],
+    ),
+    # a prompt ends while nothing is drafted, is taken up again while all is, and the other way round
+    (
+        {"spare_pages": 2, "page_size": 16, "kind": "overlap", "follows": True},
+        [
+            ("draft", 0),
+            ("add", 0, 33, 1, 30, 0, True, None),
+            ("add", 1, 17, 2, 30, 0, "one", None),
+            ("step", 5),
+            ("draft", 2),
+            ("step", 4),
+            ("preempt", 0),
+            ("add", 0, 48, 0, 9, 0, True, None),
+            ("step", 4),
+            ("draft", 0),
+            ("preempt", 1),
+            ("step", 5),
+            ("draft", 1),
         ],
     ),
 ]
@@ -113,11 +135,15 @@ class Traffic:
         assert not self.open
         assert_all_free(self.llm)
 
-    def add(self, text: int, length: int, ending: int, most: int, priority: int, speculation: bool, salt: str | None):
+    def add(
+        self, text: int, length: int, ending: int, most: int, priority: int, speculation: bool | str, salt: str | None
+    ) -> None:
         request_id = f"r{self.count}"
         self.count += 1
         prompt = prompt_of(text, length, ending)
-        self.core.add(request_id, prompt, greedy(most), priority=priority, speculation=speculation, cache_salt=salt)
+        one = speculation == "one" and self.core.worker.num_drafts > 0
+        params = greedy(most, speculative={"num_tokens": 1} if one else None)
+        self.core.add(request_id, prompt, params, priority=priority, speculation=bool(speculation), cache_salt=salt)
         self.asked[request_id] = prompt, most
         self.open.append(request_id)
 
@@ -148,6 +174,12 @@ class Traffic:
         if self.open:
             self.core.preempt(self.open[which % len(self.open)])
 
+    def draft(self, which: int) -> None:
+        drafting = self.core.scheduler.drafting
+        if isinstance(drafting, DraftsByRows):
+            drafting.table = [(1, NUM_ROWS, drafting.counts[which % len(drafting.counts)])]
+            drafting.steps_since_change = DWELL
+
     def reset(self) -> None:
         assert self.core.reset_prefix_cache()
 
@@ -155,8 +187,16 @@ class Traffic:
         check_books(self.core.scheduler, num_rows=NUM_ROWS)
 
 
-def make(case: Any, *, spare_pages: int, page_size: int, kind: str) -> LLM:
+def by_rows(most: int) -> list[list[int]]:
+    """Drafts by the rows that decode."""
+    return [[1, 1, 0], [2, 2, most], [3, NUM_ROWS, 1]]
+
+
+def make(case: Any, *, spare_pages: int, page_size: int, kind: str, follows: bool = False) -> LLM:
     spec = example_configs()[case[0]][case[1]] if case else None
+    if follows and spec and DRAFTERS[case[0]].follows_load and "speculative_token_tree" not in spec:
+        most = spec["num_speculative_tokens"]
+        spec = {**spec, "num_speculative_tokens_per_batch_size": by_rows(most)}
     on_host = case is not None and works_on_host(*case)
     settings: dict[str, Any] = {"async_scheduling": None if on_host else kind != "steps"}
     if kind == "loop" and not on_host and (case is None or DRAFTERS[case[0]].drafts):
@@ -173,6 +213,9 @@ def make(case: Any, *, spare_pages: int, page_size: int, kind: str) -> LLM:
         **settings,
     )
     shrink(llm, ROOM_FOR_ONE * 16 // page_size + spare_pages)
+    scheduler = llm.engine.core.scheduler
+    if isinstance(scheduler.drafting, DraftsByRows):  # as new, whatever was run before
+        scheduler.drafting = DraftsByRows(scheduler.drafting.counts, by_rows(scheduler.num_drafts))
     return llm
 
 

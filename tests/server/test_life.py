@@ -210,6 +210,8 @@ def test_b60_counts_of_a_drafter_that_is_right_twice_in_three(scripted):
     per_position = [after[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(K)]
     assert per_position == [steps, steps, 0]
     assert growth("draftloop:steps_without_drafts_total") == 9
+    assert growth(f'draftloop:steps_total{{drafts="{K}"}}') == 2 * steps + 9
+    assert (after['draftloop:steps_total{drafts="0"}'], after["draftloop:spec_k_now"]) == (0, K)
     assert growth("vllm:generation_tokens_total") == sum(
         a["usage"]["completion_tokens"] for a in (right, wrong, silent)
     )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from draftloop.bench import soak
 from draftloop.bench.soak import Traffic, growth, run_soak
 from draftloop.config.engine import EngineConfig
 from draftloop.errors import CapacityError, ConfigError
@@ -31,6 +36,39 @@ def test_a_short_soak_answers_everything_and_writes_its_numbers(tmp_path):
     (row,) = json.loads(path.read_text())["rows"]
     assert row["value"] >= 4
     assert (row["metric"], row["path"], len(row["samples"]) >= 2) == ("soak_requests", "loop", True)
+    assert row["ended_by"] == "--minutes"
+
+
+@pytest.mark.parametrize("cause", ["SIGTERM", "--max-seconds"])
+def test_an_interrupted_soak_writes_what_it_has(cause, tmp_path, monkeypatch):
+    monkeypatch.setattr(soak, "SAVE_S", 0.2)
+    steps, saved, write = itertools.count(), [], soak.write_numbers
+
+    def step(self: Traffic) -> int:
+        if next(steps) == 30 and cause != "--max-seconds":
+            signal.raise_signal(signal.Signals[cause])
+        return real_step(self)
+
+    def write_numbers(path: Path, rows: list[dict[str, Any]]) -> Path:
+        saved.append((rows[0]["ended_by"], written := write(path, rows)))
+        return written
+
+    real_step = Traffic.step
+    monkeypatch.setattr(Traffic, "step", step)
+    monkeypatch.setattr(soak, "write_numbers", write_numbers)
+    given = {"minutes": 1, "longest_prompt": 60, "longest_answer": 60, "out": tmp_path}
+    if cause == "--max-seconds":
+        run_soak(config(), **given, max_seconds=soak.ENDING_S + 1.5)
+    else:
+        with pytest.raises(SystemExit) as ended:
+            run_soak(config(), **given)
+        assert ended.value.code == 128 + signal.Signals[cause]
+    (path,) = tmp_path.iterdir()
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["ended_by"], row["metric"]) == (cause, "soak_requests")
+    assert {why for why, _ in saved[:-1]} <= {"nothing yet"}
+    assert {where for _, where in saved} == {path}
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

@@ -60,7 +60,7 @@ def test_it_settles_at_a_number_that_is_nearly_the_best(num_rows, rate):
     chosen = run(drafting, batch, 800, rate, seed=1)
     time = sum(drafting.costs.of(num_rows, k) for k in chosen)
     tokens = sum(speed[k] * drafting.costs.of(num_rows, k) for k in chosen)
-    assert tokens / time >= 0.96 * max(speed.values())
+    assert tokens / time >= 0.97 * max(speed.values())
 
 
 @settings(max_examples=60)
@@ -79,8 +79,8 @@ def test_it_never_stays_where_its_own_model_says_that_another_number_is_better(r
         is_free = drafting.steps_since_change >= DWELL
         chosen = drafting.choose(batch)
         if is_free and not drafting.is_probing:
-            speed = drafting.rates()
-            assert max(speed.values()) <= speed[chosen] * (1 + MARGIN) + 1e-12
+            losses = drafting.losses()
+            assert losses[chosen] - min(losses.values()) <= MARGIN * drafting.step_ms(num_rows, chosen) + 1e-9
 
 
 def test_speculation_that_loses_is_left_and_found_again_when_acceptance_returns():
@@ -96,7 +96,7 @@ def test_speculation_that_loses_is_left_and_found_again_when_acceptance_returns(
 
 @pytest.mark.parametrize("kind", ["table", "adaptive"])
 def test_rows_that_come_and_go_do_not_make_it_flap(kind):
-    """B51: at most one change in so many steps, wherever the thresholds are."""
+    """B51: at most one change to more drafts in so many steps, wherever the thresholds are; fewer cost nothing."""
     drafting: Drafting = AdaptiveDrafts(COUNTS, costs())
     if kind == "table":
         drafting = DraftsByRows(COUNTS, [(1, 8, 5), (9, 256, 1)])
@@ -105,7 +105,7 @@ def test_rows_that_come_and_go_do_not_make_it_flap(kind):
     for _ in range(300):
         chosen += run(drafting, source.choice([few, many]), 1, 0.7, seed=source.random())
     changes = [at for at in range(1, len(chosen)) if chosen[at] != chosen[at - 1]]
-    assert all(later - earlier >= DWELL for earlier, later in pairwise(changes))
+    assert all(b - a >= DWELL for a, b in pairwise(changes) if chosen[b] > chosen[b - 1])
     assert changes
 
 
@@ -114,6 +114,28 @@ def test_the_table_counts_rows_that_decode():
     assert [DraftsByRows(drafting.counts, drafting.table).choose(rows(n)) for n in (1, 4, 5, 8, 9, 64, 65)] == [
         3, 3, 1, 1, 0, 0, 3,
     ]  # fmt: skip
+
+
+def test_fewer_are_drafted_at_once_when_rows_join():
+    drafting = DraftsByRows((1, 5), [(1, 8, 5), (9, 256, 1)])
+    run(drafting, rows(4), 2, 0.7)
+    assert run(drafting, rows(9), 3, 0.7) == [1, 1, 1]
+    assert run(drafting, rows(4), DWELL + 1, 0.7) == [1] * (DWELL - 3) + [5] * 4
+
+
+def test_a_step_is_soon_over_where_many_rows_wait_for_their_prompts():
+    """What a full batch makes of the time is worth more than further drafts of a few rows."""
+    drafting, few = AdaptiveDrafts(COUNTS, costs()), rows(8)
+    run(drafting, few, 200, 0.7)
+    assert drafting.choose(few) == drafting.choose(few, num_joining=1) > 1
+    assert drafting.choose(few, num_joining=248) == 1
+
+
+def test_a_probe_ends_when_it_has_seen_enough():
+    drafting, batch = AdaptiveDrafts(COUNTS, costs(per_draft=3.0)), rows(32)
+    chosen = run(drafting, batch, 3000, 0.3)
+    probes = "".join("." if count == 0 else "p" for count in chosen[200:]).split(".")
+    assert 0 < max(map(len, probes)) <= 3
 
 
 def test_rows_that_decline_speculation_change_nothing():

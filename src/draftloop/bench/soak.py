@@ -3,6 +3,8 @@
 All rows are busy. Prompts and answers have any length, half of the prompts begin as an earlier one did, and every
 twentieth request is aborted. A step that gives nothing for `STALL_S` ends the process with everybody's stack. In the
 end every row and page must be free, and the device's reserved memory as it was after the first tenth of the requests.
+
+What is known so far is written every `SAVE_S`, and where a signal or `--max-seconds` ends it; the numbers say so.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
+import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,9 @@ from draftloop.request import SamplingParams
 
 STALL_S = 60
 SAMPLE_S = 0.5
+SAVE_S = 60
+ENDING_S = 10
+"""Kept of `max_seconds` to drop what is open and to write."""
 SETTLED = 0.1
 """Share of the samples after which memory may grow no more."""
 MOST_GROWTH_MIB = 1.0
@@ -83,6 +91,11 @@ class Traffic:
                     self.num_aborted += 1
         return count
 
+    def drop(self) -> None:
+        """Abort what is open."""
+        while self._open:
+            self.core.abort(self._open.pop())
+
     def finish(self) -> None:
         """Let what is open end. Raises CapacityError if something is held then."""
         while not self.core.idle:
@@ -93,50 +106,113 @@ class Traffic:
             raise CapacityError(f"{held} pages and {len(scheduler.running)} rows are held although nothing runs")
 
 
-def run_soak(config: EngineConfig, *, minutes: float, longest_prompt: int, longest_answer: int, out: Path) -> Path:
-    """Run, print, write the numbers, return the file.
+class Ending:
+    """What ends the traffic before its time."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._last = None if seconds is None else time.perf_counter() + seconds - ENDING_S
+        self.signal: signal.Signals | None = None
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Meanwhile the first SIGINT or SIGTERM ends the traffic; a second one does what it always does."""
+
+        def take(number: int, frame: Any) -> None:
+            self.signal = signal.Signals(number)
+            restore()
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            restore()
+
+    @property
+    def why(self) -> str | None:
+        """None while it may go on."""
+        if self.signal is not None:
+            return self.signal.name
+        is_over = self._last is not None and time.perf_counter() > self._last
+        return "--max-seconds" if is_over else None
+
+
+def run_soak(
+    config: EngineConfig,
+    *,
+    minutes: float,
+    longest_prompt: int,
+    longest_answer: int,
+    out: Path,
+    max_seconds: float | None = None,
+) -> Path:
+    """Run, print, write the numbers, return the file. `max_seconds`: for all of it, the start included.
 
     Raises ConfigError if prompt and answer do not fit the model, CapacityError if memory grows or something is lost.
+    After a signal, SystemExit with 128 and its number.
     """
-    llm = LLM.from_config(config)
-    try:
-        limit = llm.engine.resolved.max_model_len
-        if longest_prompt + longest_answer > limit:
-            raise ConfigError(
-                f"{longest_prompt} prompt tokens and {longest_answer} output tokens exceed max_model_len {limit}; "
-                "lower --longest-prompt or --longest-answer"
-            )
-        traffic = Traffic(llm, longest_prompt=longest_prompt, longest_answer=longest_answer, seed=config.seed)
-        seconds, longest_step, samples = _run(traffic, minutes * 60)
-        row = _row(llm, traffic, seconds, longest_step, samples)
-        path = write_numbers(out, [{**engine_facts(llm), **row}])
-    finally:
-        llm.close()
+    ending = Ending(max_seconds)
+    with ending.on_signals():
+        llm = LLM.from_config(config)
+        try:
+            limit = llm.engine.resolved.max_model_len
+            if longest_prompt + longest_answer > limit:
+                raise ConfigError(
+                    f"{longest_prompt} prompt tokens and {longest_answer} output tokens exceed max_model_len {limit}; "
+                    "lower --longest-prompt or --longest-answer"
+                )
+            traffic = Traffic(llm, longest_prompt=longest_prompt, longest_answer=longest_answer, seed=config.seed)
+            path = out
+
+            def save(seconds: float, longest_step: float, samples: Sequence[tuple[int, float]], ended: str) -> None:
+                nonlocal path, row
+                row = {**_row(llm, traffic, seconds, longest_step, samples), "ended_by": ended}
+                path = write_numbers(path, [{**engine_facts(llm), **row}])
+
+            row: dict[str, Any] = {}
+            _run(traffic, minutes * 60, ending, save)
+        finally:
+            llm.close()
     Console().print({key: value for key, value in row.items() if key != "samples"}, f"written to {path}")
     if torch.cuda.is_available() and row["growth_mib_per_100_requests"] > MOST_GROWTH_MIB:
         raise CapacityError(f"memory grew by {row['growth_mib_per_100_requests']} MiB for each 100 requests")
+    if ending.signal is not None:
+        sys.exit(128 + ending.signal)
     return path
 
 
-def _run(traffic: Traffic, seconds: float) -> tuple[float, float, list[tuple[int, float]]]:
-    """Seconds in all and without tokens at most, and samples of (ended requests, MiB held)."""
-    begin = last_tokens = last_sample = time.perf_counter()
+Save = Callable[[float, float, Sequence[tuple[int, float]], str], None]
+"""Takes the seconds so far and those without tokens at most, samples of (ended requests, MiB held), what ended it."""
+
+
+def _run(traffic: Traffic, seconds: float, ending: Ending, save: Save) -> None:
+    begin = last_tokens = last_sample = last_save = time.perf_counter()
     longest, samples = 0.0, []
     with tqdm(total=round(seconds), desc="Soaking", unit="s") as bar:
-        while (now := time.perf_counter()) - begin < seconds:
+        while (now := time.perf_counter()) - begin < seconds and ending.why is None:
             if now - last_sample > SAMPLE_S or not samples:
                 faulthandler.dump_traceback_later(STALL_S, exit=True)
                 samples.append((traffic.num_ended, held_mib()))
+                bar.set_postfix(requests=traffic.num_ended, MiB=round(samples[-1][1]), refresh=False)
                 bar.update(round(now - begin) - bar.n)
                 last_sample = now
+            if now - last_save > SAVE_S:
+                save(now - begin, longest, samples, "nothing yet")
+                last_save = last_tokens = time.perf_counter()
             traffic.fill()
             if traffic.step():
                 now = time.perf_counter()
                 longest, last_tokens = max(longest, now - last_tokens), now
+    why = ending.why
+    if why is not None:
+        traffic.drop()
     traffic.finish()
     faulthandler.cancel_dump_traceback_later()
     samples.append((traffic.num_ended, held_mib()))
-    return time.perf_counter() - begin, longest, samples
+    save(time.perf_counter() - begin, longest, samples, why or "--minutes")
 
 
 def _row(

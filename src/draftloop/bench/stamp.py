@@ -51,6 +51,8 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
     config, resolved = llm.config, llm.engine.resolved
     spec = config.speculation
     path = "loop" if llm.engine.core.worker.loop else "iteration" if resolved.iteration_graph else "phases"
+    others = ["fp8 cache"] if config.kv_cache_dtype != "auto" else []
+    others += ["deterministic"] if config.deterministic else []
     quantisation = llm.engine.model_config.quantisation
     return {
         # another measurement than that of the plain model
@@ -59,8 +61,8 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
         "method": (spec.method or "draft_model") if spec else "none",
         "drafter": spec.model if spec else None,
         "k": spec.num_speculative_tokens if spec else 0,
-        # slower, and so another measurement
-        "path": ", ".join([path, *(["deterministic"] if config.deterministic else [])]),
+        # what makes it another measurement
+        "path": ", ".join([path, *others]),
         "tensor_parallel": config.tensor_parallel_size,
         "backend": config.attention_backend,
         "mode": resolved.graph_mode,

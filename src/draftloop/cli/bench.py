@@ -145,16 +145,21 @@ def soak(
     values: dict[str, Any],
     *,
     minutes: float = 10.0,
+    max_seconds: float | None = None,
     longest_prompt: int = 1024,
     longest_answer: int = 512,
     out: Path = Path("docs/numbers"),
 ) -> None:
     """Mixed traffic for minutes: shared beginnings, aborts, full rows. Fails on a stall, or memory that grows.
 
+    Interrupted by SIGINT or SIGTERM, it writes what it has.
+
     Parameters
     ----------
     minutes:
         How long requests come in.
+    max_seconds:
+        For all of it, from the start of the engine to the written numbers; ends the traffic early where it must.
     longest_prompt:
         Tokens of the longest prompt.
     longest_answer:
@@ -164,11 +169,20 @@ def soak(
     """
     if not 0 < minutes <= 24 * 60:
         raise ConfigError(f"--minutes is {minutes:g}; it must be above 0, and at most a day, 1440")
+    if max_seconds is not None and max_seconds < 30:
+        raise ConfigError(f"--max-seconds is {max_seconds:g}; it must be 30 at least, of which 10 are kept to end")
     at_least_one(longest_prompt=longest_prompt, longest_answer=longest_answer)
     config = config_from(values)
     from draftloop.bench.soak import run_soak
 
-    run_soak(config, minutes=minutes, longest_prompt=longest_prompt, longest_answer=longest_answer, out=out)
+    run_soak(
+        config,
+        minutes=minutes,
+        longest_prompt=longest_prompt,
+        longest_answer=longest_answer,
+        out=out,
+        max_seconds=max_seconds,
+    )
 
 
 @bench.command

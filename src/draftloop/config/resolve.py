@@ -18,6 +18,8 @@ GraphModeName = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_A
 _EVERY_ROW_COUNT_UP_TO = 32
 _ROW_STEP = 8
 _SMALLEST_TOKEN_BUCKET = 16
+_PADDING_COSTS_FROM = 256
+"""Tokens of a prompt batch; for fewer the weights take longer to read than to use."""
 _LOOP = 64
 
 
@@ -284,5 +286,7 @@ def doubling_ladder(first: int, most: int) -> tuple[int, ...]:
 
 
 def token_ladder(budget: int) -> tuple[int, ...]:
-    """Token buckets of prefill batches: powers of two from 16 up, and the budget itself."""
-    return doubling_ladder(_SMALLEST_TOKEN_BUCKET, budget)
+    """Token buckets of prefill batches: powers of two from 16 up, those between where padding costs, and the budget."""
+    sizes = doubling_ladder(_SMALLEST_TOKEN_BUCKET, budget)
+    between = [size + size // 2 for size in sizes if size >= _PADDING_COSTS_FROM and 2 * size <= budget]
+    return tuple(sorted({*sizes, *between}))

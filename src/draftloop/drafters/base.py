@@ -159,7 +159,7 @@ class Drafter(ABC):
     their last token. Where it is False every prompt runs whole."""
     follows_load: ClassVar[bool] = False
     """It goes on after steps that verified fewer than K drafts, or none: it declares phases for all of `counts`, and
-    `rounds_after` says which run."""
+    `rounds_after` and `first_rounds` say which run."""
     forced_acceptance: ClassVar[bool] = False
     """Its drafts mean nothing; acceptance is by coin (benchmarks)."""
 
@@ -278,6 +278,13 @@ class Drafter(ABC):
         as ever, which suits drafters that keep nothing.
         """
         return self.rounds(sampled=sampled).next if num_drafts else ()
+
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        """What runs instead of `Rounds.first` where steps verify so many drafts of each row, one of `counts`.
+
+        As `rounds_after`: caches are fed, and at least so many drafts are left. By default it is the same as ever.
+        """
+        return self.rounds(sampled=sampled).first
 
     def draft_on_host(self, rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
         """Drafts of all decoding rows, at most `max_drafts` each (`on_host` drafters).

@@ -261,13 +261,12 @@ class CascadeDrafter(Drafter):
     def rounds(self, *, sampled: bool) -> Rounds:
         each = [part.rounds(sampled=sampled) for part in self.parts]
         joined, choose = self._joined, (sampled_name(_CHOOSE, sampled and self.sampled),)
-        waits = any(part.on_host for part in self.parts)
-        last = () if waits else choose  # on the host, the choice is made when that has drafted
+        last = self._choice(sampled=sampled)
         return Rounds(
             prompt=joined([rounds.prompt for rounds in each]),
             first=(_BEGIN, *joined([rounds.first for rounds in each]), *last),
             next=(*joined([rounds.next for rounds in each]), *last),
-            host=choose if waits else (),
+            host=() if last else choose,
             plain=(*joined([r.next if r.plain is None else r.plain for r in each]), *last),
         )
 
@@ -275,9 +274,18 @@ class CascadeDrafter(Drafter):
         each = self._joined([part.rounds_after(num_drafts, sampled=sampled) for part in self.parts])
         if not num_drafts:
             return each
-        waits = any(part.on_host for part in self.parts)
-        last = () if waits else (sampled_name(_CHOOSE, sampled and self.sampled),)
+        last = self._choice(sampled=sampled)
         return (*(() if num_drafts == self.num_drafts else (_BEGIN,)), *each, *last)
+
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        each = self._joined([part.first_rounds(num_drafts, sampled=sampled) for part in self.parts])
+        if not num_drafts:
+            return each
+        return (_BEGIN, *each, *self._choice(sampled=sampled))
+
+    def _choice(self, *, sampled: bool) -> tuple[str, ...]:
+        """Where a part drafts on the host, the choice is made when that has drafted."""
+        return () if any(part.on_host for part in self.parts) else (sampled_name(_CHOOSE, sampled and self.sampled),)
 
     def _joined(self, several: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """The phases of all parts, by their names here."""

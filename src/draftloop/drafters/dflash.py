@@ -180,6 +180,9 @@ class BlockDrafter(HeadDrafter[DFlashConfig]):
     def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
         return block_rounds_after(num_drafts, self.num_drafts, sampled=sampled and self.sampled)
 
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        return self.rounds(sampled=sampled).first if num_drafts else ()
+
 
 class DFlashDrafter(BlockDrafter):
     """Drafts of one block do not know of each other: each is its mask's own choice."""

@@ -247,3 +247,7 @@ class DraftModelDrafter(Drafter):
             return ("draft.feed",)
         prefill, *chain = self.rounds(sampled=sampled).next
         return (count_name(prefill, num_drafts, self.num_drafts), *chain[: num_drafts - 1])
+
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        # one at least: it feeds the bonus token
+        return self.rounds(sampled=sampled).first[: max(num_drafts, 1)]

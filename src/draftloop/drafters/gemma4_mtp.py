@@ -201,3 +201,6 @@ class Gemma4MtpDrafter(Drafter):
             return ()  # there is no cache of its own
         select, *chain = self.rounds(sampled=sampled).next
         return (count_name(select, num_drafts, self.num_drafts), *chain[:num_drafts])
+
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        return self.rounds(sampled=sampled).first[:num_drafts]

@@ -234,3 +234,6 @@ class MedusaDrafter(Drafter):
         return tuple(
             count_name(heads, num_drafts, self.num_drafts) for heads in self.rounds(sampled=sampled).next[:num_drafts]
         )
+
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        return self.rounds(sampled=sampled).first if num_drafts else ()

@@ -110,3 +110,8 @@ class MtpDrafter(PairDrafter[MtpConfig, MtpModule]):
         if self.chain:
             return self.chain.rounds_after(num_drafts, sampled=sampled)
         return super().rounds_after(num_drafts, sampled=sampled)
+
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        if self.chain:
+            return self.chain.first_rounds(num_drafts, sampled=sampled)
+        return super().first_rounds(num_drafts, sampled=sampled)

@@ -270,5 +270,11 @@ class ModuleChain:
         if not num_drafts:
             return ("draft.feed",)
         prefill, *chain = self.rounds(sampled=sampled).next
-        num_later = -(-max(num_drafts - len(self.modules), 0) // len(self.modules))
-        return (count_name(prefill, num_drafts, self.num_drafts), *chain[:num_later])
+        return (count_name(prefill, num_drafts, self.num_drafts), *chain[: self._num_later(num_drafts)])
+
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        return self.rounds(sampled=sampled).first[: 1 + self._num_later(num_drafts)] if num_drafts else ()
+
+    def _num_later(self, num_drafts: int) -> int:
+        """Rounds after the first that so many drafts take."""
+        return -(-max(num_drafts - len(self.modules), 0) // len(self.modules))

@@ -321,3 +321,7 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
             return ("draft.feed",)
         prefill, *chain = self.rounds(sampled=sampled).next
         return (count_name(prefill, num_drafts, self.num_drafts), *chain[: num_drafts - 1])
+
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        first = self.rounds(sampled=sampled).first
+        return first[:num_drafts] if self.tree.is_chain else first

@@ -101,3 +101,6 @@ class PardDrafter(DraftModelDrafter):
     def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
         # the block begins with what was emitted, however many drafts were verified
         return self.rounds(sampled=sampled).next if num_drafts else ("draft.feed",)
+
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        return self.rounds(sampled=sampled).first  # it feeds the bonus token, whatever is drafted

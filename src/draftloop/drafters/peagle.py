@@ -142,3 +142,6 @@ class PEagleDrafter(Eagle3Drafter):
 
     def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
         return block_rounds_after(num_drafts, self.num_drafts, sampled=sampled and self.sampled)
+
+    def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        return self.rounds(sampled=sampled).first if num_drafts else ()

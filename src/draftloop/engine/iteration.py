@@ -36,6 +36,14 @@ def next_round(drafter: Drafter, kind: SamplingKind, num_drafts: int) -> tuple[s
     return (NO_DRAFTS, *drafter.rounds_after(num_drafts, sampled=sampled))
 
 
+def first_round(drafter: Drafter, kind: SamplingKind, num_drafts: int) -> tuple[str, ...]:
+    """What the drafter runs for rows whose prompts have ended, where steps verify so many drafts."""
+    sampled = kind is not SamplingKind.GREEDY
+    if num_drafts == drafter.num_drafts:
+        return drafter.rounds(sampled=sampled).first
+    return drafter.first_rounds(num_drafts, sampled=sampled)
+
+
 def step_phases(drafter: Drafter | None, kind: SamplingKind, num_drafts: int) -> list[str]:
     """The phases of a decoding step, in order."""
     most = drafter.num_drafts if drafter else 0

@@ -269,8 +269,11 @@ class LLM:
         self.engine.table.reset_counts()
 
     def get_metrics(self) -> dict[str, Any]:
-        """Counters since the start, under vLLM's names without their prefix; of several drafters each its own too."""
-        stats = self.engine.core.stats
+        """Counters since the start, under vLLM's names without their prefix; of several drafters each its own too.
+
+        `steps_by_num_drafts`: decoding steps by the drafts that they were to verify of each row.
+        """
+        stats, drafting = self.engine.core.stats, self.engine.core.scheduler.drafting
         whole = PartStats(num_spec_steps=stats.num_spec_steps, num_accepted_tokens=stats.num_accepted_tokens)
         metrics: dict[str, Any] = {
             "prompt_tokens": stats.prompt_tokens,
@@ -286,6 +289,7 @@ class LLM:
                 sum(stats.histogram[i:]) for i in range(1, stats.num_drafts + 1)
             ],
             "mean_acceptance_length": whole.mean_acceptance_length,
+            "steps_by_num_drafts": dict(drafting.steps_by_count),
         }
         if stats.by_drafter:
             parts = zip(stats.drafters, stats.by_drafter, strict=True)

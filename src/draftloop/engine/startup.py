@@ -38,7 +38,7 @@ from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
 from draftloop.engine.target import outcome_width, target_phases
 from draftloop.engine.worker import Worker
 from draftloop.errors import ConfigError, DraftloopError
-from draftloop.graphs.phase import ModeSetting
+from draftloop.graphs.phase import GraphMode, ModeSetting
 from draftloop.graphs.program import Recorder
 from draftloop.graphs.sizes import Ladders
 from draftloop.graphs.table import GraphTable
@@ -290,6 +290,7 @@ def _build(
         phases = [replace(phase, fn=batch_invariant(phase.fn)) for phase in phases]
     iterations = iteration_phases(phases, drafter) if resolved.iteration_graph else []
     phases += iterations
+    setting = ModeSetting(resolved.graph_mode)
     sparse_rows = resolved.row_buckets if config.cudagraph_capture_sizes else sparse_ladder(resolved.row_buckets)
     table = GraphTable(
         phases,
@@ -299,7 +300,7 @@ def _build(
             tokens=resolved.token_buckets,
             prefill_rows=resolved.max_prefill_rows,
         ),
-        ModeSetting(resolved.graph_mode),
+        setting,
         _recorder(device, in_step),
         device,
         largest_rows=resolved.max_num_seqs,
@@ -330,6 +331,7 @@ def _build(
             prefix_caching=resolved.prefix_caching,
             drafting=drafting,
             num_rerun=drafter.num_rerun if drafter else 1,
+            prompt_sizes=resolved.token_buckets if setting.ragged is not GraphMode.NONE else (),
         ),
         Worker(
             table,

@@ -19,7 +19,7 @@ from draftloop.distributed.followers import Followers, Order
 from draftloop.drafters.base import Drafter, HostRow, Rounds
 from draftloop.engine.device_loop import DeviceLoop
 from draftloop.engine.flight import Failure, InFlight, LoopInFlight, StepInFlight, no_failure
-from draftloop.engine.iteration import iteration_name, next_round
+from draftloop.engine.iteration import first_round, iteration_name, next_round
 from draftloop.engine.logprobs import logprobs_name
 from draftloop.engine.target import accept_name, after_accept, prefill_name, verify_name
 from draftloop.graphs.loop import Loop
@@ -302,10 +302,10 @@ class Worker:
                 flight.copy("first_logprobs", outputs["first_logprobs"])
         for phase in self._rounds(kind).prompt:
             run_ragged(phase, num_rows)
-        if shape.first_rows:
+        if shape.first_rows and self.drafter is not None:
             drafting = [sequence.row for sequence in ending if sequence.speculation]
             self._write_rows(drafting)
-            for phase in self._rounds(kind).first:
+            for phase in first_round(self.drafter, kind, self._scheduled(flight.plan)):
                 run(phase, len(drafting), rows_across_ranks=shape.first_rows)
 
     def _run_decodes(self, sequences: Many[Sequence], shape: StepShape, flight: StepInFlight) -> None:

@@ -1,7 +1,8 @@
 """How many tokens each step drafts: always the same, by the number of rows, or what makes the most tokens per second.
 
-Plain data, no tensors. Whatever chooses keeps its choice for `DWELL` steps, so that rows that come and go do not make
-it flap: the first step of more drafts verifies slots in which nothing was drafted yet, and costs more than it gives.
+Plain data, no tensors. Fewer drafts cost nothing to change to, so that is done at once; more are drafted `DWELL` steps
+after the last change, so that rows that come and go do not make it flap: the first step of more drafts verifies slots
+in which nothing was drafted yet, and costs more than it gives.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from draftloop.scheduler.batch import Sequence as Request
 
 DWELL = 16
-"""Steps between two changes, at least."""
+"""Steps between a change and the next one to more drafts, at least."""
 MARGIN = 0.01
 """Another number must promise this much more tokens per second."""
 LOOK_EVERY = 8
@@ -27,10 +29,10 @@ PRIOR_TRIALS = 4.0
 """What is supposed of a place counts as much as so many drafts seen there: that it is as good as the place before."""
 WINDOW_TRIALS, WINDOW_STEPS = 256, 32
 """How much of the past counts: so many drafts, or those of so many steps where that is more."""
-FORGOTTEN_PER_STEP = 1 / 1024
-"""Share of what is known that fades in a step in which nothing is drafted."""
+FORGOTTEN_PER_STEP = 1 / 256
+"""Share of what is known of a place that fades in a step in which nothing was drafted there."""
 KNOWN_TRIALS = 8.0
-"""A place of which fewer drafts are remembered may be probed."""
+"""A place of which fewer drafts are remembered may be probed; a probe ends when it has seen so many."""
 PROBE_SHARE = 0.01
 """Of all time, what probing may lose."""
 PROBE_SAVINGS = 4 * DWELL
@@ -55,20 +57,23 @@ class Drafting(ABC):
         self.num_changes = 0
         self.steps_by_count: dict[int, int] = dict.fromkeys(self.counts, 0)
 
-    def choose(self, decodes: Sequence[Request]) -> int:
-        """Drafts of the next step, in which these rows decode. Rows whose prompts run do not count."""
+    def choose(self, decodes: Sequence[Request], num_joining: int = 0) -> int:
+        """Drafts of the next step, in which these rows decode; `num_joining` more will when their prompts have run."""
         if len(self.counts) > 1 and any(sequence.speculation for sequence in decodes):
-            self._look(decodes)
-            if self.steps_since_change >= DWELL and (wanted := self._wanted()) != self.current:
+            self._look(decodes, num_joining)
+            if self._may_change(wanted := self._wanted()):
                 self._change(wanted)
         return self.current
+
+    def _may_change(self, count: int) -> bool:
+        return count < self.current or (count > self.current and self.steps_since_change >= DWELL)
 
     def _change(self, count: int) -> None:
         self.current = count
         self.steps_since_change = 0
         self.num_changes += 1
 
-    def _look(self, decodes: Sequence[Request]) -> None:
+    def _look(self, decodes: Sequence[Request], num_joining: int) -> None:
         """Take in which rows decode."""
 
     @abstractmethod
@@ -106,7 +111,7 @@ class DraftsByRows(Drafting):
         self.table = [(low, high, count) for low, high, count in table]
         self._num_rows = 0
 
-    def _look(self, decodes: Sequence[Request]) -> None:
+    def _look(self, decodes: Sequence[Request], num_joining: int) -> None:
         self._num_rows = len(decodes)
 
     def _wanted(self) -> int:
@@ -141,22 +146,27 @@ class Acceptance:
 
     def __init__(self, num_places: int) -> None:
         self.trials, self.hits = [0.0] * num_places, [0.0] * num_places
-        self._seen = 0.0
-        """Rows since the last fading."""
+        self._seen = [0] * num_places
+        """Drafts since the last fading."""
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         for place in range(min(num_drafted, num_accepted + 1)):
             self.trials[place] += 1
             self.hits[place] += place < num_accepted
-        self._seen += 1
+            self._seen[place] += 1
 
     def fade(self) -> None:
         """After each step."""
-        window = max(WINDOW_TRIALS, WINDOW_STEPS * self._seen)
-        kept = window / (window + self._seen) if self._seen else 1 - FORGOTTEN_PER_STEP
-        self.trials = [count * kept for count in self.trials]
-        self.hits = [count * kept for count in self.hits]
-        self._seen = 0.0
+        for place, seen in enumerate(self._seen):
+            window = max(WINDOW_TRIALS, WINDOW_STEPS * seen)
+            kept = window / (window + seen) if seen else self._kept_unseen(place)
+            self.trials[place] *= kept
+            self.hits[place] *= kept
+            self._seen[place] = 0
+
+    def _kept_unseen(self, place: int) -> float:
+        """However much was seen once, it must be forgotten in time."""
+        return min(1 - FORGOTTEN_PER_STEP, WINDOW_TRIALS / max(self.trials[place], 1.0))
 
     def rates(self) -> list[float]:
         rates, before = [], FIRST_RATE
@@ -187,13 +197,15 @@ class AdaptiveDrafts(Drafting):
         self.costs = costs
         self.acceptance: dict[RowClass, Acceptance] = {}
         self.is_probing = False
-        self._num_rows, self._rows = 0, Counter[tuple[RowClass, int]]()
+        self._probed_from = 0
+        """The number of drafts before the probe."""
+        self._num_rows, self._num_joining, self._rows = 0, 0, Counter[tuple[RowClass, int]]()
         self._extra_ms = 0.0
         """What a step takes beside its cost: longer contexts, the host. All numbers of drafts share it."""
         self._savings_ms = 0.0
 
-    def _look(self, decodes: Sequence[Request]) -> None:
-        self._num_rows = len(decodes)
+    def _look(self, decodes: Sequence[Request], num_joining: int) -> None:
+        self._num_rows, self._num_joining = len(decodes), num_joining
         self._rows = Counter((row_class(s), s.max_drafts) for s in decodes if s.speculation)
 
     def _of_class(self, kind: RowClass) -> Acceptance:
@@ -201,51 +213,64 @@ class AdaptiveDrafts(Drafting):
             self.acceptance[kind] = Acceptance(self.most)
         return self.acceptance[kind]
 
-    def step_ms(self, num_drafts: int) -> float:
-        return self.costs.of(self._num_rows, num_drafts) + self._extra_ms
-
-    def rates(self) -> dict[int, float]:
-        """Tokens per millisecond of the rows last seen, by number of drafts."""
+    def _tokens(self) -> dict[int, float]:
+        """That a step of the rows last seen emits on average, by number of drafts."""
         expected = {kind: self._of_class(kind).expected() for kind, _ in self._rows}
         plain = self._num_rows - self._rows.total()
+        return {
+            count: plain + sum(num * expected[kind][min(count, most)] for (kind, most), num in self._rows.items())
+            for count in self.counts
+        }
 
-        def tokens(count: int) -> float:
-            drafted = (num * expected[kind][min(count, most)] for (kind, most), num in self._rows.items())
-            return plain + sum(drafted)
+    def step_ms(self, num_rows: int, num_drafts: int) -> float:
+        return self.costs.of(num_rows, num_drafts) + self._extra_ms
 
-        return {count: tokens(count) / self.step_ms(count) for count in self.counts}
+    def losses(self) -> dict[int, float]:
+        """By number of drafts: the milliseconds that a step takes beyond those that its tokens are worth.
+
+        A token is worth what it takes at best once the rows that join have joined. So where none do, the least loss is
+        0, for the most tokens per second; where many do, it is that of a step which is soon over.
+        """
+        tokens, full = self._tokens(), self._num_rows + self._num_joining
+        ms_per_token = min(self.step_ms(full, count) / (tokens[count] * full / self._num_rows) for count in self.counts)
+        return {count: self.step_ms(self._num_rows, count) - tokens[count] * ms_per_token for count in self.counts}
 
     def _wanted(self) -> int:
-        rates = self.rates()
-        best = max(rates, key=lambda count: rates[count])  # of equals the fewest drafts
-        margin = 0.0 if self.is_probing else MARGIN
-        if rates[best] > rates[self.current] * (1 + margin):
+        if self.is_probing and not self._has_probed():
+            return self.current
+        losses = self.losses()
+        best = min(losses, key=lambda count: losses[count])  # of equals the fewest drafts
+        margin = 0.0 if self.is_probing else MARGIN * self.step_ms(self._num_rows, self.current)
+        if losses[best] < losses[self.current] - margin:
             return best
-        return self._probe(rates)
+        return self._probe(losses)
 
-    def _probe(self, rates: Mapping[int, float]) -> int:
+    def _has_probed(self) -> bool:
+        return self.steps_since_change >= DWELL or self._are_known(self._probed_from, self.current)
+
+    def _probe(self, losses: Mapping[int, float]) -> int:
         """The next larger number, if little is known of it and its price has been saved; else the current one."""
         larger = [count for count in self.counts if count > self.current]
-        if self.is_probing or not larger or self._is_known(larger[0]):
+        if self.is_probing or not larger or self._are_known(self.current, larger[0]):
             return self.current
-        return larger[0] if self._price_ms(larger[0], rates) <= self._savings_ms else self.current
+        return larger[0] if self._price_ms(larger[0], losses) <= self._savings_ms else self.current
 
-    def _is_known(self, count: int) -> bool:
-        places = range(self.current, count)
-        return all(
-            min(self._of_class(kind).trials[place] for place in places) >= KNOWN_TRIALS for kind, _ in self._rows
-        )
+    def _are_known(self, first: int, end: int) -> bool:
+        """Enough drafts were seen at each of these places, by each class of rows."""
+        return all(min(self._of_class(kind).trials[first:end]) >= KNOWN_TRIALS for kind, _ in self._rows)
 
-    def _price_ms(self, count: int, rates: Mapping[int, float]) -> float:
-        """What a stay at that number loses; its first step finds nothing drafted."""
-        loss = 1 - rates[count] / rates[self.current]
-        return self.step_ms(count) * max(DWELL * loss + 1, 0.0)
+    def _price_ms(self, count: int, losses: Mapping[int, float]) -> float:
+        """What a probe loses: its first step verifies slots in which nothing was drafted."""
+        first = self.step_ms(self._num_rows, count) - self.step_ms(self._num_rows, self.current)
+        num_steps = min(ceil(KNOWN_TRIALS / self._rows.total()), DWELL)
+        return first + num_steps * (losses[count] - losses[self.current])
 
     def _change(self, count: int) -> None:
-        rates = self.rates()
-        self.is_probing = rates[count] < rates[self.current]
+        losses = self.losses()
+        self.is_probing = losses[count] > losses[self.current]
         if self.is_probing:
-            self._savings_ms -= self._price_ms(count, rates)
+            self._savings_ms -= self._price_ms(count, losses)
+            self._probed_from = self.current
         super()._change(count)
 
     def accepted(self, sequence: Request, num_drafted: int, num_accepted: int) -> None:
@@ -263,8 +288,8 @@ class AdaptiveDrafts(Drafting):
         self._savings_ms = min(self._savings_ms + PROBE_SHARE * cost, PROBE_SAVINGS * cost)
 
     def wants_change(self) -> bool:
-        late = self.steps_since_change - DWELL
-        return late >= 0 and late % LOOK_EVERY == 0 and bool(self._rows) and self._wanted() != self.current
+        looks = self.steps_since_change % LOOK_EVERY == 0 and bool(self._rows)
+        return looks and self._may_change(self._wanted())
 
 
 def describe(drafting: Drafting) -> str:

@@ -8,7 +8,7 @@ its prompt.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Sequence as Many
 
 from draftloop.errors import RequestError
@@ -42,21 +42,25 @@ class Scheduler:
         prefix_caching: bool = False,
         drafting: Drafting | None = None,
         num_rerun: int = 1,
+        prompt_sizes: Many[int] = (),
     ) -> None:
         """`num_drafts` is the most that a step may draft; `drafting` chooses how many it does, the most by default.
 
         `num_rerun`: tokens at the end of a prefix found in the caches that run again, 1 or more.
+        `prompt_sizes`: tokens that the graphs of prompts take, rising; none where prompts have no graphs.
         """
         self.pages = pages
         self.max_num_batched_tokens, self.max_prefill_rows = max_num_batched_tokens, max_prefill_rows
         self.min_prefill_rows = min_prefill_rows
         self.max_model_len, self.num_drafts = max_model_len, num_drafts
-        self.prefix_caching, self.num_rerun = prefix_caching, num_rerun
+        self.prefix_caching, self.num_rerun, self.prompt_sizes = prefix_caching, num_rerun, prompt_sizes
         self.drafting = drafting or FixedDrafts(num_drafts)
         self.waiting: list[Sequence] = []
         """In the order in which they are served."""
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._has_pages = True
+        """The request that was last to be admitted was."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -109,8 +113,8 @@ class Scheduler:
             return NOTHING
         if preempted != self.num_preemptions:
             decodes = [s for s in decodes if s.stage is Stage.DECODE]
-        budget = self.max_num_batched_tokens - len(decodes) * (1 + self.num_drafts)
-        budget = max(budget, 1)  # prompts always advance, however many rows decode
+        num_drafts = self.drafting.choose(decodes, self._num_joining(decodes))
+        budget = self._prompt_budget(len(decodes) * (1 + num_drafts))
         chunks: list[Chunk] = []
         for sequence in (s for s in self.running if s.stage is Stage.PREFILL):
             budget = self._add_chunk(chunks, sequence, budget)
@@ -119,7 +123,8 @@ class Scheduler:
             sequence = self._next_waiting()
             if sequence is None:
                 break
-            if not self._admit(sequence):
+            self._has_pages = self._admit(sequence)
+            if not self._has_pages:
                 if not self._outranks(sequence):
                     break
                 if settled:
@@ -129,8 +134,21 @@ class Scheduler:
                 break
             self.waiting.remove(sequence)
             budget = self._add_chunk(chunks, sequence, budget)
-        num_drafts = self.drafting.choose(decodes)
         return StepPlan(chunks=tuple(chunks), decodes=tuple(decodes), num_drafts=num_drafts)
+
+    def _num_joining(self, decodes: Many[Sequence]) -> int:
+        """Rows that will decode with these when prompts have run: those that have a row, or soon will."""
+        num_next = min(len(self.waiting), len(self._free_rows)) if self._has_pages else 0
+        return len(self.running) - len(decodes) + num_next
+
+    def _prompt_budget(self, num_decoding: int) -> int:
+        """Prompt tokens of a step in which so many others run. Some prompt always advances.
+
+        Where graphs of a few sizes run prompts, no more than fill one: the next size would be run half empty.
+        """
+        budget = max(self.max_num_batched_tokens - num_decoding, 1)
+        at = bisect_right(self.prompt_sizes, budget)
+        return self.prompt_sizes[at - 1] if at else budget
 
     def has_prompt_to_run(self) -> bool:
         """A plan would have chunks of prompts, or make room for one."""

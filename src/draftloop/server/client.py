@@ -350,7 +350,7 @@ class EngineClient:
         match message:
             case Progress():
                 before, now = rank.counters, message.counters
-                rank.counters = now
+                rank.counters, rank.num_drafts = now, message.num_drafts
                 num_tokens = now.prompt_tokens - before.prompt_tokens + now.generated_tokens - before.generated_tokens
                 if num_tokens:
                     self.on_step(rank.rank, num_tokens)

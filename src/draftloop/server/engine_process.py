@@ -223,6 +223,7 @@ class EngineServer:
 
     def _send_progress(self, updates: list[Update]) -> None:
         stats, scheduler = self._core.stats, self._core.scheduler
+        drafting = scheduler.drafting
         counters = Counters(
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generated_tokens,
@@ -239,6 +240,7 @@ class EngineServer:
                 )
                 for name, part in stats.by_adapter.items()
             },
+            steps_by_drafts=[drafting.steps_by_count.get(count, 0) for count in range(drafting.most + 1)],
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_compiling=len(self._compiling),
@@ -246,7 +248,7 @@ class EngineServer:
             num_preemptions=scheduler.num_preemptions,
             cached_prompt_tokens=stats.num_cached_prompt_tokens,
         )
-        self._send(Progress(updates=updates, counters=counters))
+        self._send(Progress(updates=updates, counters=counters, num_drafts=drafting.current))
 
     def _send(self, message: FromEngine) -> None:
         self._last_sent = time.perf_counter()

@@ -30,6 +30,8 @@ class EngineRank:
         self.ready: Ready | None = None
         """What the engine has said of itself."""
         self.counters = Counters()
+        self.num_drafts = 0
+        """That its steps verify now."""
         self.num_open = 0
         """Answers that somebody waits for."""
         self.num_given = 0

@@ -175,6 +175,8 @@ class Counters(msgspec.Struct, kw_only=True):
     acceptance_histogram: list[int] = []
     """Drafted steps that accepted 0, 1, .. K drafts."""
     by_adapter: dict[str, AdapterCounters] = {}
+    steps_by_drafts: list[int] = []
+    """Decoding steps that were to verify 0, 1, .. K drafts of each row."""
     num_running: int = 0
     num_waiting: int = 0
     num_compiling: int = 0
@@ -209,6 +211,8 @@ class Progress(msgspec.Struct, tag=True, kw_only=True):
 
     updates: list[Update]
     counters: Counters
+    num_drafts: int = 0
+    """That a step is to verify of each row now."""
 
 
 class Told(msgspec.Struct, tag=True, kw_only=True):

@@ -195,6 +195,7 @@ class _Counted:
             "Steps of speculating requests for which nothing was drafted.",
             c.num_steps_without_drafts,
         )
+        yield self._steps(c.steps_by_drafts)
         yield self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens that did not have to be computed.", c.cached_prompt_tokens
         )
@@ -218,7 +219,8 @@ class _Counted:
         yield self._gauge("draftloop:engine_up", "1 while the engine serves.", self._is_up)
         if self._rank.ready is not None:
             yield from self._cache(self._rank.ready, c.num_pages_in_use)
-            yield self._gauge("draftloop:spec_k", "Drafts in a block, K.", self._rank.ready.num_spec_tokens)
+            yield self._gauge("draftloop:spec_k", "Drafts in a block at most, K.", self._rank.ready.num_spec_tokens)
+            yield self._gauge("draftloop:spec_k_now", "Drafts that a step is to verify now.", self._rank.num_drafts)
         if self._graphs is not None:
             yield from self._graph_runs(self._graphs["rows"])
 
@@ -233,6 +235,16 @@ class _Counted:
                 made.add_metric([*self._labels, adapter], getattr(part, count))
             if parts:
                 yield made
+
+    def _steps(self, steps_by_drafts: Sequence[int]) -> Metric:
+        made = CounterMetricFamily(
+            "draftloop:steps",
+            "Decoding steps, by the drafts that they were to verify of each row.",
+            labels=[*LABELS, "drafts"],
+        )
+        for count, steps in enumerate(steps_by_drafts):
+            made.add_metric([*self._labels, str(count)], steps)
+        return made
 
     def _cache(self, ready: Ready, num_pages_in_use: int) -> Iterator[Metric]:
         share = num_pages_in_use / ready.num_pages
