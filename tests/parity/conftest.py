@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter patches the language before each call of a device function, which is most of its time.
+    """Triton's interpreter patches the language before each call of a device function, which is a third of its time.
     Once in a launch is enough for all that see the same modules of the language."""
     if torch.cuda.is_available():
         yield
