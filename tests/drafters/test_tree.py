@@ -10,7 +10,6 @@ import torch
 from eagle_reference import Reference, hf_model, hf_states
 
 from draftloop.config.draft_tree import DraftTree, parse_choices
-from draftloop.engine import target as target_module
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
 from draftloop.request import SamplingParams
@@ -71,7 +70,7 @@ def children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             made = make(tree, device)
             return made._replace(children_Q=torch.tensor([b[-1] if b else -1 for b in behind], dtype=torch.int32))
 
-        monkeypatch.setattr(target_module.TreeTables, "of", last)
+        monkeypatch.setattr(TreeTables, "of", last)
     return request.param
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draftloop.distributed.group import ALONE, Group
-from draftloop.engine.target import OUTCOME_COUNTS
 from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.phase import Phase
 from draftloop.graphs.ring import RING_SLOTS, Ring
 from draftloop.graphs.table import GraphTable
 from draftloop.kvcache.rows import RowState
 from draftloop.observability.log import get_logger
+from draftloop.sampling.commit import OUTCOME_COUNTS
 from draftloop.scheduler.batch import StepPlan
 
 logger = get_logger(__name__)

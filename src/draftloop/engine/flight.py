@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draftloop.engine.target import OUTCOME_COUNTS
 from draftloop.graphs.loop import Loop
 from draftloop.graphs.ring import Stop
+from draftloop.sampling.commit import OUTCOME_COUNTS
 from draftloop.scheduler.batch import Sequence, Stage, StepPlan
 
 Failure = Callable[[], BaseException | None]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from draftloop.drafters.base import Drafter, count_name
-from draftloop.engine.target import accept_name, after_accept, verify_name
+from draftloop.engine.acceptance import accept_name, after_accept
+from draftloop.engine.target import verify_name
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit, chain
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.sampling.sampler import SamplingKind

@@ -7,66 +7,58 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from draftloop.attention.registry import attention_backend, resolve_attention_name
-from draftloop.config.draft_tree import DraftTree
+from draftloop.attention.registry import attention_backend
 from draftloop.config.engine import EngineConfig
 from draftloop.config.env import Environment
 from draftloop.config.resolve import Facts, Resolved, resolve, sparse_ladder
 from draftloop.distributed.group import Group
 from draftloop.distributed.launcher import Ranks, take_place
 from draftloop.distributed.replica import ALONE, Replica
-from draftloop.drafters.base import Drafter, Target, drafter_class, is_of_fewer
-from draftloop.drafters.made_for import warn_of_other_target
+from draftloop.drafters.base import Drafter, drafter_class
+from draftloop.engine.acceptance import Acceptance
 from draftloop.engine.adapters import Adapters, check_adapters
 from draftloop.engine.capture import capture
-from draftloop.engine.check_settings import check_deterministic, check_engines
+from draftloop.engine.check_settings import check_engines
 from draftloop.engine.core import EngineCore
 from draftloop.engine.device_loop import make_device_loop
 from draftloop.engine.draft_schedule import make_drafting
 from draftloop.engine.follower import gather
-from draftloop.engine.iteration import iteration_phases, no_drafts_phase
+from draftloop.engine.iteration import iteration_phases
+from draftloop.engine.loading import Layout, load_target, make_drafter
 from draftloop.engine.lockstep import Lockstep
-from draftloop.engine.logprobs import logprob_phases
 from draftloop.engine.memory import MemoryLedger, make_pool
+from draftloop.engine.phases import engine_phases
 from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
-from draftloop.engine.target import outcome_width, target_phases
+from draftloop.engine.target import PagedTarget
 from draftloop.engine.worker import Worker
-from draftloop.errors import ConfigError, DraftloopError
-from draftloop.graphs.phase import GraphMode, ModeSetting
+from draftloop.errors import DraftloopError
+from draftloop.graphs.phase import GraphMode, ModeSetting, Phase
 from draftloop.graphs.program import Recorder
 from draftloop.graphs.sizes import Ladders
 from draftloop.graphs.table import GraphTable
 from draftloop.graphs.tape import TapeRecorder
-from draftloop.kernels.batch_invariance import batch_invariant
-from draftloop.kernels.fp8_cache import FP8
 from draftloop.kvcache.pages import PageAllocator
 from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import RowState
 from draftloop.models.config import ModelConfig
-from draftloop.models.decoder import attention_shapes, cache_specs
+from draftloop.models.decoder import cache_specs
 from draftloop.models.loader import (
     ModelSource,
     eos_token_ids,
     load_config,
-    load_model,
     load_tokenizer,
     resolve_model,
     sampling_defaults,
 )
 from draftloop.models.shards import check as check_shards
-from draftloop.models.shards import share
-from draftloop.sampling.accept import accept_sampled_rows, conditional_rates
-from draftloop.sampling.block_verification import accept_block_rows
-from draftloop.sampling.commit import Rule
 from draftloop.sampling.logits_processors import load_logits_processors
-from draftloop.sampling.typical import TYPICAL_ALPHA, TYPICAL_THRESHOLD, accept_typical_rows
-from draftloop.scheduler.drafting import describe
+from draftloop.scheduler.drafting import Drafting, describe
 from draftloop.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -157,62 +149,21 @@ def _build(
     *,
     progress: bool,
 ) -> Engine:
-    spec, group, device = config.speculation, ranks.group, ranks.device
-    in_step = ranks.engines or group
-    drafter_type = drafter_class(spec) if spec else None
-    dtype = getattr(torch, resolved.dtype)
-    num_drafts = drafter_type.count_drafts(spec) if drafter_type and spec else 0
-    overhang = drafter_type.overhang(spec) if drafter_type and spec else 1
-    max_positions = resolved.max_model_len + overhang
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
-    layers = share(model_config, group.size)
-    shapes = attention_shapes(layers, page_size=resolved.block_size, dtype=dtype, kv_dtype=kv_dtype)
-    backend_class = attention_backend(resolve_attention_name(config.attention_backend, device.type), device.type)
-    if config.deterministic:
-        check_deterministic(config, model_config, device.type)
-    if spec and spec.tree:
-        for layer in range(model_config.num_layers):
-            backend_class.check_tree(spec.tree, model_config.window(layer))
-    for shape in shapes:
-        backend_class.check(shape, device.type)
-    drafter: Drafter | None = None
-    if drafter_type and spec:
-        drafter = drafter_type(
-            spec,
-            Target(
-                name=config.model,
-                folder=source.folder,
-                config=replace(model_config, quantisation=None),  # never inherited
-                vocab_size=model_config.vocab_size,
-                max_model_len=resolved.max_model_len,
-                max_positions=max_positions,
-                page_size=resolved.block_size,
-                device=device,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                load_format=config.load_format,
-                seed=config.seed,
-                group=group,
-            ),
-        )
-        warn_of_other_target(drafter.folder, source.folder, name=str(spec.model), target_name=config.model)
-    rates = _synthetic_rates(config, drafter)
+    device, group = ranks.device, ranks.group
+    layout = Layout.of(config, model_config, resolved, ranks)
+    drafter = make_drafter(config, source, model_config, resolved, layout, ranks)
+    acceptance = Acceptance.of(config.speculation, drafter)
     ledger = MemoryLedger(device, config.gpu_memory_utilization)
     clock.lap("resolve")
 
     show = progress and config.use_tqdm_on_load
-    model = load_model(
+    model = load_target(
+        config,
         source,
         model_config,
-        backend_class(shapes[0], device),
-        device=device,
-        dtype=dtype,
-        max_positions=max_positions,
-        load_format=config.load_format,
-        seed=config.seed,
-        group=group,
-        engines=ranks.engines,
-        show_progress=None if show else False,
+        layout,
+        ranks,
+        show=show,
         report=lambda loaded: clock.notes.update(weights=f" (files: {loaded})"),
     )
     adapters = Adapters(model, config) if config.enable_lora else None
@@ -223,91 +174,42 @@ def _build(
     ledger.lap("drafter")
     clock.lap("weights")
 
-    state = RowState.create(
-        num_rows=resolved.max_num_seqs,
-        max_model_len=resolved.max_model_len,
-        num_drafts=num_drafts,
-        overhang=overhang,
-        page_size=resolved.block_size,
-        draft_vocab=model_config.vocab_size if drafter and drafter.sampled else 0,
-        device=device,
-        vocab_size=model_config.vocab_size,
-        has_adapters=config.enable_lora,
-    )
-    target_specs = cache_specs(layers, kv_dtype)
-    specs = [*target_specs, *(drafter.cache_specs() if drafter else [])]
+    state = _make_rows(config, model_config, resolved, layout, drafter, device)
+    target_specs = cache_specs(layout.layers, layout.kv_dtype)
+    draft_specs = drafter.cache_specs() if drafter else []
     ledger.lap("rows")
-    pool = make_pool(config, resolved, specs, ledger, pages_per_row=state.page_table_MN.shape[1], group=group)
+    pages_per_row = state.page_table_MN.shape[1]
+    pool = make_pool(config, resolved, [*target_specs, *draft_specs], ledger, pages_per_row=pages_per_row, group=group)
+    pages = PageAllocator(pool.num_pages, resolved.block_size)
+    target_caches, draft_caches = pool.caches[: len(target_specs)], pool.caches[len(target_specs) :]
     ledger.lap("pages")
-    target_caches = model.layer_caches(pool.caches[: len(target_specs)])
+
     processors = load_logits_processors(
         config.logits_processors,
         num_rows=state.padding_row + 1,
         vocab_size=model_config.vocab_size,
         device=device,
     )
-    pages = PageAllocator(pool.num_pages, resolved.block_size)
-    counts = drafter.counts if drafter else ()
-    if ranks.steps and len(counts) > 1:
-        raise ConfigError(
-            "engines that share experts take every step together, and do not agree on a number of drafts that follows "
-            "the load; leave adaptive and num_speculative_tokens_per_batch_size out"
-        )
-    several = drafter is not None and len(drafter.drafters) > 1
-    phases = target_phases(
-        model,
-        target_caches,
-        state,
-        tree=drafter.tree if drafter else DraftTree.chain(0),
-        counts=counts,
-        caches=pool.caches[: len(target_specs)],
+    target = PagedTarget(
+        model=model,
+        caches=model.layer_caches(target_caches),
+        state=state,
         page_size=resolved.block_size,
-        support=backend_class.graph_support(device.type),
+        support=layout.attention.graph_support(device.type),
         aux_layers=drafter.aux_layers if drafter else (),
-        several_drafters=several,
-        rule=_rule(config, drafter),
-        synthetic_rates=rates,
-        num_top_logprobs=config.max_logprobs,
+    )
+    phases = engine_phases(
+        config,
+        target,
+        drafter,
+        acceptance,
+        target_caches=target_caches,
+        draft_caches=draft_caches,
         processors=processors,
     )
-    phases += logprob_phases(
-        state,
-        tree=drafter.tree if drafter else DraftTree.chain(0),
-        counts=counts,
-        outcome_width=outcome_width(num_drafts, several),
-        vocabulary=model.vocabulary,
-        dtype=dtype,
-        num_top=config.max_logprobs,
-        mode=config.logprobs_mode,
-        processors=processors,
-    )
-    if drafter:
-        drafter.read_target(target_caches)
-        phases += drafter.phases(state, pool.caches[len(target_specs) :])
-        if len(counts) > 1:
-            phases = [replace(phase, sparse=is_of_fewer(phase.name)) for phase in [*phases, no_drafts_phase(state)]]
-    if config.deterministic:
-        phases = [replace(phase, fn=batch_invariant(phase.fn)) for phase in phases]
     iterations = iteration_phases(phases, drafter) if resolved.iteration_graph else []
-    phases += iterations
-    setting = ModeSetting(resolved.graph_mode)
-    sparse_rows = resolved.row_buckets if config.cudagraph_capture_sizes else sparse_ladder(resolved.row_buckets)
-    table = GraphTable(
-        phases,
-        Ladders(
-            rows=resolved.row_buckets,
-            sparse_rows=sparse_rows,
-            tokens=resolved.token_buckets,
-            prefill_rows=resolved.max_prefill_rows,
-        ),
-        setting,
-        _recorder(device, in_step),
-        device,
-        largest_rows=resolved.max_num_seqs,
-        largest_tokens=resolved.max_num_batched_tokens,
-        require_graphs=resolved.require_graphs,
-        group=in_step,
-        poison_more=lambda: pool.poison(pages.newly_free()),
+    table = _make_table(
+        config, resolved, [*phases, *iterations], ranks, poison_more=lambda: pool.poison(pages.newly_free())
     )
     loop = make_device_loop(table, iterations, state, resolved.device_loop, group=group)
     ledger.lap("buffers")
@@ -315,24 +217,12 @@ def _build(
     capture(table, show=show)
     ledger.lap("graphs and workspace")
     clock.lap("capture")
-    drafting = make_drafting(spec, drafter, table, sparse_rows)
+    drafting = make_drafting(config.speculation, drafter, table, table.ladders.sparse_rows)
     clock.lap("costs")
 
     tokenizer = _tokenizer(config, source)
     core = EngineCore(
-        Scheduler(
-            pages,
-            max_num_seqs=resolved.max_num_seqs,
-            max_num_batched_tokens=resolved.max_num_batched_tokens,
-            max_prefill_rows=resolved.max_prefill_rows,
-            min_prefill_rows=config.min_prefill_rows,
-            max_model_len=resolved.max_model_len,
-            num_drafts=num_drafts,
-            prefix_caching=resolved.prefix_caching,
-            drafting=drafting,
-            num_rerun=drafter.num_rerun if drafter else 1,
-            prompt_sizes=resolved.token_buckets if setting.ragged is not GraphMode.NONE else (),
-        ),
+        _make_scheduler(config, resolved, pages, drafting, drafter),
         Worker(
             table,
             state,
@@ -371,30 +261,67 @@ def _build(
     return engine
 
 
-def _rule(config: EngineConfig, drafter: Drafter | None) -> Rule:
-    spec = config.speculation
-    if spec is None or drafter is None:
-        return accept_sampled_rows
-    rule = spec.rejection_sample_method or ("block" if drafter.sampled else "standard")
-    if rule == "typical":
-        return partial(
-            accept_typical_rows,
-            threshold=spec.typical_acceptance_threshold or TYPICAL_THRESHOLD,
-            alpha=spec.typical_acceptance_alpha or TYPICAL_ALPHA,
-        )
-    return accept_block_rows if rule == "block" else accept_sampled_rows
+def _make_rows(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    resolved: Resolved,
+    layout: Layout,
+    drafter: Drafter | None,
+    device: torch.device,
+) -> RowState:
+    return RowState.create(
+        num_rows=resolved.max_num_seqs,
+        max_model_len=resolved.max_model_len,
+        num_drafts=drafter.num_drafts if drafter else 0,
+        overhang=layout.overhang,
+        page_size=resolved.block_size,
+        draft_vocab=model_config.vocab_size if drafter and drafter.sampled else 0,
+        device=device,
+        vocab_size=model_config.vocab_size,
+        has_adapters=config.enable_lora,
+    )
 
 
-def _synthetic_rates(config: EngineConfig, drafter: Drafter | None) -> list[float] | None:
-    spec = config.speculation
-    if drafter is None or spec is None:
-        return None
-    if not drafter.forced_acceptance and spec.rejection_sample_method != "synthetic":
-        return None
-    return conditional_rates(
-        drafter.tree.depth,
-        synthetic_acceptance_rates=spec.synthetic_acceptance_rates,
-        synthetic_acceptance_length=spec.synthetic_acceptance_length,
+def _make_table(
+    config: EngineConfig, resolved: Resolved, phases: list[Phase], ranks: Ranks, *, poison_more: Callable[[], None]
+) -> GraphTable:
+    in_step = ranks.engines or ranks.group
+    buckets = resolved.row_buckets
+    return GraphTable(
+        phases,
+        Ladders(
+            rows=buckets,
+            sparse_rows=buckets if config.cudagraph_capture_sizes else sparse_ladder(buckets),
+            tokens=resolved.token_buckets,
+            prefill_rows=resolved.max_prefill_rows,
+        ),
+        ModeSetting(resolved.graph_mode),
+        _recorder(ranks.device, in_step),
+        ranks.device,
+        largest_rows=resolved.max_num_seqs,
+        largest_tokens=resolved.max_num_batched_tokens,
+        require_graphs=resolved.require_graphs,
+        group=in_step,
+        poison_more=poison_more,
+    )
+
+
+def _make_scheduler(
+    config: EngineConfig, resolved: Resolved, pages: PageAllocator, drafting: Drafting, drafter: Drafter | None
+) -> Scheduler:
+    captures_prompts = ModeSetting(resolved.graph_mode).ragged is not GraphMode.NONE
+    return Scheduler(
+        pages,
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_prefill_rows=resolved.max_prefill_rows,
+        min_prefill_rows=config.min_prefill_rows,
+        max_model_len=resolved.max_model_len,
+        num_drafts=drafter.num_drafts if drafter else 0,
+        prefix_caching=resolved.prefix_caching,
+        drafting=drafting,
+        num_rerun=drafter.num_rerun if drafter else 1,
+        prompt_sizes=resolved.token_buckets if captures_prompts else (),
     )
 
 

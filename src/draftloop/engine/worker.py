@@ -17,11 +17,12 @@ from torch import Tensor
 from draftloop.config.draft_tree import DraftTree
 from draftloop.distributed.followers import Followers, Order
 from draftloop.drafters.base import Drafter, HostRow, Rounds
+from draftloop.engine.acceptance import accept_name, after_accept
 from draftloop.engine.device_loop import DeviceLoop
 from draftloop.engine.flight import Failure, InFlight, LoopInFlight, StepInFlight, no_failure
 from draftloop.engine.iteration import first_round, iteration_name, next_round
 from draftloop.engine.logprobs import logprobs_name
-from draftloop.engine.target import accept_name, after_accept, prefill_name, verify_name
+from draftloop.engine.target import prefill_name, verify_name
 from draftloop.graphs.loop import Loop
 from draftloop.graphs.table import GraphTable
 from draftloop.kvcache.pool import CachePool
