@@ -1,6 +1,8 @@
 """From a configuration to an engine that is ready: everything that happens once.
 
-Cheap checks come first, so that a wrong setting fails before any weights are read.
+Cheap checks come first, so that a wrong setting fails before any weights are read. Then what is loaded
+(engine/loading.py), memory (engine/memory.py), phases (engine/phases.py), their graphs (engine/capture.py), and the
+engine around them.
 """
 
 from __future__ import annotations

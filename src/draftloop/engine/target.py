@@ -38,17 +38,20 @@ class PagedTarget:
 
     def forward(
         self, ids_T: Tensor, batch: AttentionBatch, rows: Tensor, num_per_row: int = 1
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The states after the final norm, [T, C], and the output `aux_hidden`, if there is one.
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The states after the final norm, [T, C], and what enters each of `aux_layers`.
 
         `rows`: whose tokens they are, each one's `num_per_row` in a row.
         """
         batch = self._with_adapters(batch, rows, num_per_row)
-        hidden_TC, aux = self.model(ids_T, self.caches, batch, aux_layers=self.aux_layers)
-        return hidden_TC, {"aux_hidden": torch.cat(aux, -1)} if self.aux_layers else {}
+        return self.model(ids_T, self.caches, batch, aux_layers=self.aux_layers)
+
+    def aux_hidden(self, aux: list[Tensor]) -> dict[str, Tensor]:
+        """The output `aux_hidden`, if there is one."""
+        return {"aux_hidden": torch.cat(aux, -1)} if self.aux_layers else {}
 
     def aux_outputs(self) -> dict[str, Output]:
-        """Declares what `forward` gives beside the states."""
+        """Declares `aux_hidden`."""
         if not self.aux_layers:
             return {}
         width = (len(self.aux_layers) * self.model.config.hidden_size,)
@@ -84,7 +87,7 @@ def prompt_phases(target: PagedTarget, *, num_top_logprobs: int = 0) -> list[Pha
         ids_T = state.tokens_ML[row_T, batch.positions_T]
         hidden_TC, aux = target.forward(ids_T, batch, row_T)
         last_R = (query_starts[1:] - 1).clamp(min=0)
-        outputs = {"prompt_logits": model.logits(hidden_TC[last_R]), **aux}
+        outputs = {"prompt_logits": model.logits(hidden_TC[last_R]), **target.aux_hidden(aux)}
         if report:
             next_T = state.tokens_ML[row_T, batch.positions_T + 1]
             outputs |= prompt_report(hidden_TC, next_T, whole_logits, num_top_logprobs)
@@ -130,7 +133,7 @@ def verify_phases(target: PagedTarget, tree: DraftTree, *, counts: Sequence[int]
         else:
             batch, tokens = tail_batch(state, rows, 1 + k, target.page_size, launch, offset=-1, num_ids=num_ids)
         hidden_TC, aux = target.forward(tokens.ids_T, batch, rows, 1 + k)
-        return {"logits": model.logits(hidden_TC, out_TW=launch.outputs.get("logits")), **aux}
+        return {"logits": model.logits(hidden_TC, out_TW=launch.outputs.get("logits")), **target.aux_hidden(aux)}
 
     rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
     return [
