@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -240,8 +241,9 @@ def test_ranks_run_the_same_graphs_and_fall_back_together(name: str, both) -> No
     eager = [{phase for phase in found.eager if phase.startswith(("target.", "draft"))} for found in (first, second)]
     assert eager[0] == eager[1]
     if name.endswith("one has no graph"):
-        why = "6 rows exceed the largest captured size 4"
-        assert first.eager["target.verify"].split("; ")[0] == why
+        # five or six: requests come while ranks step
+        why = first.eager["target.verify"].split("; ")[0]
+        assert re.fullmatch("[56] rows exceed the largest captured size 4", why)
         assert f"{why}, on another rank" in second.eager["target.verify"]
 
 

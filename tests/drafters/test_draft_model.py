@@ -220,11 +220,11 @@ def test_vocabularies_of_unequal_size(target, draft, mode):
         ended = run_through(llm, check)
         if temperature == 0:
             assert ended == {str(i): oracle(p, 24, model=folders[target]) for i, p in enumerate(asked)}
+            counts = llm.get_metrics()
+            # three prompts agree; the last begins with ids that the smaller model does not know
+            assert counts["spec_decode_num_accepted_tokens"] > 0.5 * counts["spec_decode_num_draft_tokens"]
         assert all(0 <= token < target for tokens in ended.values() for token in tokens)
         assert all(len(tokens) == 24 for tokens in ended.values())
-    accepted = llm.get_metrics()["spec_decode_num_accepted_tokens"]
-    # the last prompt begins with ids that the smaller model does not know
-    assert accepted > 0.45 * llm.get_metrics()["spec_decode_num_draft_tokens"], "the same weights, but for the padding"
 
 
 def test_unlike_tokenizers_are_refused_before_any_weights_are_read():

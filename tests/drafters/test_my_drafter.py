@@ -94,7 +94,7 @@ def test_it_is_one_of_several(installed):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"period": 2}, "period 2; it must be an integer of at least num_speculative_tokens, 3"),
+        ({"period": 2}, "period 2; it must be an int >= 3"),
         (None, "period None"),
         ({"period": 4, "phase": 1}, "drafter_options has 'phase'"),
     ],

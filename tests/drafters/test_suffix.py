@@ -313,5 +313,7 @@ def test_options_out_of_range_are_refused(option, value, message):
 
 def test_a_backend_that_is_not_there_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    with pytest.raises(ConfigError, match=r"'arctic', but arctic-inference cannot be imported .* draftloop\[suffix\]"):
+    with pytest.raises(
+        ConfigError, match=r"'arctic', but arctic-inference cannot be imported .* 'draftloop\[suffix\]'"
+    ):
         suffix_engine(suffix_decoding_backend="arctic")
