@@ -80,6 +80,27 @@ def likeliest(logits_XW: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor
     return targets_X, top_X.isfinite()
 
 
+def _accept_by_argmax(
+    state: RowState,
+    rows_R: Tensor,
+    logits_XW: Tensor,
+    rates_K: Tensor | None,
+    vocabulary: Vocabulary,
+    num_drafts: int,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """On a GPU, where all that is asked of the logits is which token is likeliest."""
+    return accept_block_triton(
+        rows_R,
+        vocabulary.maxima(logits_XW),
+        _token_rows(state),
+        rates_K,
+        vocab_size=vocabulary.size,
+        num_drafts=num_drafts,
+        width=width,
+    )
+
+
 def accept_rows_greedy(
     state: RowState,
     rows_R: Tensor,
@@ -95,15 +116,7 @@ def accept_rows_greedy(
     """
     width, vocabulary = width or num_drafts + 1, vocabulary or Vocabulary(logits_XW.shape[1])
     if takes_argmax(logits_XW):
-        return accept_block_triton(
-            rows_R,
-            vocabulary.maxima(logits_XW),
-            _token_rows(state),
-            None,
-            vocab_size=vocabulary.size,
-            num_drafts=num_drafts,
-            width=width,
-        )
+        return _accept_by_argmax(state, rows_R, logits_XW, None, vocabulary, num_drafts, width)
     targets_X, is_good_X = likeliest(logits_XW, vocabulary)
     if native.available() and rows_R.device.type == "cpu":
         targets_X = torch.where(is_good_X, targets_X, NO_TOKEN)
@@ -237,15 +250,7 @@ def accept_rows_synthetic(
     """Accept drafts at the given conditional rates; see `accept_synthetic`, `accept_rows_greedy` and `_finish`."""
     width, vocabulary = width or num_drafts + 1, vocabulary or Vocabulary(logits_XW.shape[1])
     if takes_argmax(logits_XW):
-        return accept_block_triton(
-            rows_R,
-            vocabulary.maxima(logits_XW),
-            _token_rows(state),
-            rates_K,
-            vocab_size=vocabulary.size,
-            num_drafts=num_drafts,
-            width=width,
-        )
+        return _accept_by_argmax(state, rows_R, logits_XW, rates_K, vocabulary, num_drafts, width)
     drafts_RK = _drafts(state, rows_R, num_drafts)
     # an accepted draft becomes input of the target, which must know it
     known_RK = drafts_RK.masked_fill(drafts_RK >= vocabulary.size, NO_DRAFT)
