@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
 
 from draftloop.bench import sweep_experts, sweep_quantised, sweep_view
+from draftloop.bench.sweep_report import SweepReport
 from draftloop.kernels.linear import Tiles
 from draftloop.kernels.linear_planes import PlaneTiles
 from draftloop.kernels.linear_wide import Kind
@@ -79,3 +82,14 @@ def test_candidates_fit() -> None:
         for block_m, tiles in sweep_experts.candidates(layer):
             tile = layer.halves * tiles.block_n + block_m
             assert 2 * tiles.num_stages * tiles.block_k * tile <= sweep_experts.SHARED_BYTES
+
+
+def test_a_sweep_keeps_its_rows_and_stops_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = SweepReport(tmp_path / "out.json", seconds=60)
+    assert not report.is_late()
+    report.add({"us": 1.5}, ["a layer"])
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == [{"us": 1.5}]
+    assert SweepReport(None, seconds=-1).is_late()
+    first, took, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("a layer", "stopped after -1 s")
+    assert took.endswith(" s")

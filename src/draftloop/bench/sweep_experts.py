@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, time_us
-from draftloop.bench.stamp import stamp
 from draftloop.bench.sweep_quantised import IN_FLIGHT, NUM_SMS, SHARED_BYTES
+from draftloop.bench.sweep_report import SweepReport
 from draftloop.kernels.linear import Tiles
 from draftloop.kernels.moe_experts import choose, down_triton, experts_torch, gate_up_triton
 from draftloop.kernels.moe_route import Router, Routes, route_triton
@@ -222,8 +221,7 @@ def main() -> None:
         for row in json.loads(args.entries.read_text())["rows"]:
             print(*entry(row), sep="\n")
         return
-    begin, device = time.perf_counter(), torch.device("cuda")
-    report: dict[str, Any] = {"stamp": stamp(), "rows": []}
+    report, device = SweepReport(args.out, args.seconds), torch.device("cuda")
     weights = {mixture: weights_of(mixture, device) for mixture in MIXTURES}
     some_routes = {mixture: routed(mixture, 1, device) for mixture in MIXTURES}
     for tall in (False, True):
@@ -237,14 +235,10 @@ def main() -> None:
                 for layer in layers
             }
         for layer in layers:
-            if time.perf_counter() - begin > args.seconds:
-                print(f"stopped after {args.seconds:g} s", flush=True)
+            if report.is_late():
                 return
             row = measure(layer, compiled[layer], weights[layer.mixture])
-            report["rows"].append(row)
-            if args.out:
-                args.out.write_text(json.dumps(report, indent=1))
-            print(*table(row), f"    {time.perf_counter() - begin:.0f} s", sep="\n", flush=True)
+            report.add(row, table(row))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import json
 import runpy
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBatch
 from draftloop.attention.registry import attention_backend
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, time_us
-from draftloop.bench.stamp import stamp
+from draftloop.bench.sweep_report import SweepReport
 from draftloop.kernels.overlap import Overlap, trying
 from draftloop.models.config import PRESETS
 from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
@@ -133,6 +132,14 @@ def best(rows: list[dict[str, Any]]) -> Overlap:
     return min(shares, key=lambda overlap: statistics.mean(shares[overlap]))
 
 
+def table(case: Case, row: dict[str, Any]) -> Iterator[str]:
+    yield f"{case.model} {case.rows} x {case.query_len}: floor {row['floor_us']:.1f} us a layer"
+    for result in row["results"]:
+        early, ahead = result["overlap"]
+        wrong = "" if result["same"] else "  OTHER BITS"
+        yield f"    {result['us']:7.1f} us  early {early!s:5} {ahead / MIB:4.0f} MiB ahead{wrong}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON of results; written anew after every case")
@@ -145,22 +152,13 @@ def main() -> None:
         with trying(best(json.loads(args.best.read_text())["rows"])):
             runpy.run_module("draftloop", run_name="__main__")
         return
-    begin, device = time.perf_counter(), torch.device("cuda")
-    report: dict[str, Any] = {"stamp": stamp(), "rows": []}
+    report, device = SweepReport(args.out, args.seconds), torch.device("cuda")
     for case in CASES:
-        if time.perf_counter() - begin > args.seconds:
-            print(f"stopped after {args.seconds:g} s")
+        if report.is_late():
             break
         row = measure(case, device)
-        report["rows"].append(row)
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1))
-        print(f"{case.model} {case.rows} x {case.query_len}: floor {row['floor_us']:.1f} us a layer")
-        for result in row["results"]:
-            early, ahead = result["overlap"]
-            wrong = "" if result["same"] else "  OTHER BITS"
-            print(f"    {result['us']:7.1f} us  early {early!s:5} {ahead / MIB:4.0f} MiB ahead{wrong}", flush=True)
-    print(f"best: {best(report['rows'])}")
+        report.add(row, table(case, row))
+    print(f"best: {best(report.rows)}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import functools
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, COLD_BYTES, DTYPE, OPERATIONS_PER_SECOND, time_us
-from draftloop.bench.stamp import stamp
+from draftloop.bench.sweep_report import SweepReport
 from draftloop.bench.sweep_view import entries, table, usable
 from draftloop.kernels import linear_planes, linear_w8a8
 from draftloop.kernels.gated_linear import gated_linear
@@ -353,23 +352,18 @@ def main() -> None:
     if args.entries:
         print(*entries(json.loads(args.entries.read_text())["rows"]), sep="\n")
         return
-    begin, device = time.perf_counter(), torch.device("cuda")
-    report: dict[str, Any] = {"stamp": stamp(), "rows": []}
+    report, device = SweepReport(args.out, args.seconds), torch.device("cuda")
     copies: tuple[Any, list[Copy]] = (None, [])
     with ThreadPoolExecutor(16) as pool:
         for cell in plan(args.formats, args.regimes, pool, device):
-            if time.perf_counter() - begin > args.seconds:
-                print(f"stopped after {args.seconds:g} s", flush=True)
+            if report.is_late():
                 pool.shutdown(wait=False, cancel_futures=True)
                 break
             if copies[0] != (cell.form, cell.layer):
                 copies = (None, [])
                 copies = ((cell.form, cell.layer), copies_of(cell.form, cell.layer, device))
             row = measure(cell, copies[1], device)
-            report["rows"].append(row)
-            if args.out:
-                args.out.write_text(json.dumps(report, indent=1))
-            print(*table(row), f"    {time.perf_counter() - begin:.0f} s", sep="\n", flush=True)
+            report.add(row, table(row))
 
 
 if __name__ == "__main__":

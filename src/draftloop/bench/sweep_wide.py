@@ -13,7 +13,6 @@ import argparse
 import functools
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, cold_weights, time_us
-from draftloop.bench.stamp import stamp
+from draftloop.bench.sweep_report import SweepReport
 from draftloop.kernels import linear_wide
 from draftloop.kernels.argmax import argmax
 from draftloop.kernels.linear import MAX_TOKENS, linear, linear_torch, residual_linear
@@ -246,21 +245,16 @@ def main() -> None:
     if args.entries:
         print("\n".join(entries(json.loads(args.entries.read_text())["rows"])))
         return
-    begin, device = time.perf_counter(), torch.device("cuda")
+    report, device = SweepReport(args.out, args.seconds), torch.device("cuda")
     cells = [(layer, tokens) for tokens in args.tokens for layer in LAYERS]
     cells = [cell for cell in cells if cell[0].name in args.layers]
-    report: dict[str, Any] = {"stamp": stamp(), "rows": []}
     with ThreadPoolExecutor(16) as pool:
         for cell in plan(cells, pool, args.candidates, device):
-            if time.perf_counter() - begin > args.seconds:
-                print(f"stopped after {args.seconds:g} s", flush=True)
+            if report.is_late():
                 pool.shutdown(wait=False, cancel_futures=True)
                 break
             row = measure(cell, device)
-            report["rows"].append(row)
-            if args.out:
-                args.out.write_text(json.dumps(report, indent=1))
-            print(*table(row), f"    {time.perf_counter() - begin:.0f} s", sep="\n", flush=True)
+            report.add(row, table(row))
 
 
 if __name__ == "__main__":

@@ -188,12 +188,7 @@ class EagleHead(torch.nn.Module):
         keep_R: Tensor | None = None,
         store: Store | None = None,
     ) -> Tensor:
-        """Run pairs (token at position p + 1, hidden state of position p), at position p.
-
-        Token t goes with `hidden_XC[hidden_rows_T[t]]`, or with `hidden_XC[t]`. Returns [T, C], or [R, C] for
-        the tokens `keep_R` alone: what the output head reads. The hidden state that the next step takes is
-        written to the rows that `store` names; whether it is the normed one, the head decides.
-        """
+        """As `PairHead.__call__`."""
         config, layers = self.config, self.eagle_layers
         if config.fuses_embedding:
             hidden_TC = hidden_XC if hidden_rows_T is None else hidden_XC[hidden_rows_T]

@@ -53,7 +53,7 @@ class PairHead(Protocol):
 
         Token t goes with `hidden_XC[hidden_rows_T[t]]`, or with `hidden_XC[t]`. Returns [T, C], or [R, C] for
         the tokens `keep_R` alone: what the output head reads. The hidden state that the next step takes is
-        written to the rows that `store` names.
+        written to the rows that `store` names; whether it is the normed one, the head decides.
         """
         ...
 
