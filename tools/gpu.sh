@@ -17,8 +17,7 @@
 #           MINUTES; two runs give more than ten minutes where no call may take longer than 600 s
 #   cache   keys and values of 8 bits against 16, at 512 and 8,192 tokens of context (about 3 minutes)
 #   moe     mixtures of experts: a sweep over tiles, Qwen3-30B-A3B's shape plain and with drafts, tests (about 4 minutes)
-#   speed   how far kernels should reach into each other: a sweep, the rows of `bench` with its best choice and without,
-#           small kernels, tiles of a 1B model (about 6 minutes)
+#   kernels  128 rows, the small kernels, tiles of a 1B model (about 1 minute)
 #   all     bench, start, blocks, quant, sampling, tests
 # What has a time limit is interrupted at it, and keeps what it has written: numbers after each batch size and load.
 # Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
@@ -224,29 +223,10 @@ moe() { # mixtures of experts: tiles, one model plain and with drafts, tests
     tee "$out/gpu-tests-moe.txt" || failed=1
 }
 
-speed() { # what is decided first comes first
-  local sweep="$out/overlap.json" draft tests=(tests/parity/test_overlap.py tests/parity/test_attention.py)
-  draft="$(drafter draft_model llama-3.2-1b 4 3.0)"
-  "$python" -m draftloop.bench.sweep_overlap --out "$sweep" | tee "$out/overlap.txt" || failed=1
-  overlapping eagle3-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$eagle3" --repeats 2
-  limited 60 "$python" -m pytest -m gpu -q -p no:cacheprovider "${tests[@]}" -k "overlap or splits or old_keys" || failed=1
-  overlapping none-8b llama-3.1-8b $(rows 32 1,32) --repeats 2
-  overlapping draft-model-8b-1b llama-3.1-8b $(rows 32 1,32) -sc "$draft" --repeats 2
-  overlapping eagle3-smollm2 smollm2-135m-shape $(rows 1 1) -sc "$(drafter eagle3 eagle3-smollm2-135m 5 3.5)"
-  latency eagle3-8b-waiting llama-3.1-8b $(rows 32 1,32) -sc "$eagle3" --repeats 2
+kernels() { # 128 rows, where small kernels count too; what stands between the linears; tiles of a 1B model
   latency eagle3-8b-b128 llama-3.1-8b $(rows 128 128) -sc "$eagle3" --repeats 2
   "$python" -m draftloop.bench.kernels --small | tee "$out/small-kernels.txt" || failed=1
   "$python" -m draftloop.bench.kernels --sweep 1b.qkv 1b.o 1b.gate_up 1b.down | tee "$out/tiles-1b.txt" || failed=1
-}
-
-overlapping() { # as `latency`, with the sweep's best choice
-  local name="$1" begin="$SECONDS"
-  shift
-  echo "== $name, overlapping"
-  COLUMNS=140 "$python" -m draftloop.bench.sweep_overlap --best "$sweep" -- latency "$@" --load-format dummy \
-    --prompt-tokens 512 --out "$out/$name-overlapping.json" 2>"$out/$name-overlapping.log" ||
-    { failed=1; tail -n 20 "$out/$name-overlapping.log"; }
-  echo "== $name took $((SECONDS - begin)) s"
 }
 
 tests() {
@@ -258,7 +238,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | compare | soak | cache | moe | speed) "$part" ;;
+  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | compare | soak | cache | moe | kernels) "$part" ;;
   all)
     bench
     start
@@ -268,7 +248,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, compare, soak, cache, moe, speed, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, compare, soak, cache, moe, kernels, all" >&2
     exit 2
     ;;
 esac

@@ -27,8 +27,6 @@ def check(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     num_splits: int | None = None,
-    *,
-    early: bool = False,
 ) -> None:
     if name == "flashinfer" and device.type == "cuda":
         if case.head_dim not in (64, 128, 256):
@@ -68,7 +66,6 @@ def check(
             scale=case.head_dim**-0.5,
             sinks_H=sinks_H,
             num_sms=1,
-            early=early,
             pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0),
             tiles=replace(tiles, num_splits=num_splits),
         )
@@ -159,14 +156,6 @@ def test_splits(device: torch.device, lens: tuple[tuple[int, int], ...], num_spl
     for window, has_sinks in ((None, False), (20, False), (20, True)):
         case = Case(lens=lens, uniform=uniform, window=window, sinks=has_sinks, padding=0 if uniform else 2)
         check("triton", case, device, num_splits=num_splits)
-
-
-def test_old_keys_may_be_read_first(device: torch.device) -> None:
-    """Blocks with old keys, new ones or both; splits of several blocks, and none; more new tokens than keys."""
-    case = Case(lens=((5, 113), (5, 17), (5, 3), (5, 0)), heads=2, kv_heads=1, uniform=True)
-    for causal, window, has_sinks in ((True, None, False), (True, 20, False), (False, None, True)):
-        changed = replace(case, causal=causal, window=window, sinks=has_sinks)
-        check("triton", changed, device, num_splits=3, early=True)
 
 
 @NAMES

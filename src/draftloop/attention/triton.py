@@ -11,7 +11,6 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport, unsupported
 from draftloop.errors import ConfigError
 from draftloop.kernels.fp8_cache import FP8
-from draftloop.kernels.overlap import overlap_of
 from draftloop.kernels.paged_attention import PagedTree, paged_attention_triton
 from draftloop.kernels.triton_import import INTERPRETED, triton
 
@@ -86,6 +85,5 @@ class TritonBackend(AttentionBackend):
             soft_cap=self.shape.soft_cap,
             sinks_H=sinks_H,
             pdl=self.pdl,
-            early=overlap_of(self.device).early,
             invariant=batch.invariant,
         )

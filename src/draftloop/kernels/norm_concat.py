@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.native import ops as native
-from draftloop.kernels.overlap import early_options
-from draftloop.kernels.triton_import import jit, next_power_of_2, tl
+from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
 def norm_concat_torch(
@@ -48,11 +47,8 @@ def _norm_concat_kernel(
     TAKE_FIRST: tl.constexpr,
     TAKE_SECOND: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """One token, one side."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     side = tl.program_id(1)
     h = tl.arange(0, BLOCK)
@@ -119,7 +115,7 @@ def norm_concat_triton(
             TAKE_FIRST=first_T is not None,
             TAKE_SECOND=second_T is not None,
             num_warps=min(16, max(1, block // 512)),
-            **early_options(first_XH.device),
+            **pdl_options(first_XH.device),
         )
     return out_T2H, second_TH
 

@@ -21,40 +21,6 @@ from draftloop.kernels.attention_tiles import Tiles, choose_tiles
 from draftloop.kernels.triton_import import INTERPRETED, jit, next_power_of_2, tl
 
 
-@jit()
-def _absorb(
-    q, k, v, key, key_live, position, ancestors, first_tree_key, peak, total, acc, scale_log2,
-    CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-):  # fmt: skip
-    """The running softmax, after one more block of keys and values."""
-    k = k.to(q.dtype)
-    v = v.to(q.dtype)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    if SOFT_CAP > 0:
-        # tanh(x) is 1 - 2 / (exp(2x) + 1), and log2(e) is 1.4427
-        score = SOFT_CAP - 2 * SOFT_CAP / (tl.exp2(score * (2 * 1.4426950408889634 / SOFT_CAP)) + 1)
-    seen = key_live[None, :]
-    if TREE:
-        place = key - first_tree_key
-        bit = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
-        is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) != 0
-        seen = seen & (is_ancestor | (place < 0)[None, :])
-    elif CAUSAL:
-        seen = seen & (key[None, :] <= position[:, None])
-    if WINDOW > 0:
-        seen = seen & (key[None, :] > position[:, None] - WINDOW)
-    score = tl.where(seen, score, float("-inf"))
-
-    new_peak = tl.maximum(peak, tl.max(score, 1))
-    # a token that has seen no key yet has no peak; -inf - -inf would be NaN
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weight = tl.exp2(score - shift[:, None])
-    decay = tl.exp2(peak - shift)
-    total = total * decay + tl.sum(weight, 1)
-    acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return new_peak, total, acc
-
-
 @jit("num_rows", "num_tokens", "table_width", "query_len", "num_splits", "split_blocks", "tree_keys")
 def _attend_kernel(
     q_ptr,
@@ -102,14 +68,13 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,  # read keys and values of earlier passes before the wait; UNIFORM
 ):
     """One block of query tokens of one row, one key/value head, one split of the row's keys."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
 
     if UNIFORM:
@@ -153,11 +118,11 @@ def _attend_kernel(
         position = tl.load(positions_ptr + token, mask=m_live, other=0)
     d = tl.arange(0, BLOCK_D)
     d_live = d < HEAD_DIM
-    q_ptrs = q_ptr + (token * q_stride_t + head * q_stride_h)[:, None] + d[None, :]
-    q_live = m_live[:, None] & d_live[None, :]
-    q = m  # EARLY: read after the wait
-    if not EARLY:
-        q = tl.load(q_ptrs, mask=q_live, other=0.0)
+    q = tl.load(
+        q_ptr + (token * q_stride_t + head * q_stride_h)[:, None] + d[None, :],
+        mask=m_live[:, None] & d_live[None, :],
+        other=0.0,
+    )
 
     # keys that some token of this block sees, in blocks, and this split's share of them
     end_key = kv_len
@@ -185,32 +150,6 @@ def _attend_kernel(
     kv_head_offset = kv_head * kv_stride_head
     key = begin * BLOCK_N + tl.arange(0, BLOCK_N)
     page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key < end_key, other=0)
-    if EARLY:
-        # The first block. What this pass adds is the row's last keys: only they are still being written.
-        next_key = key + BLOCK_N
-        next_page = tl.load(table_row_ptr + next_key // PAGE_SIZE, mask=next_key < end_key, other=0)
-        offset = page.to(tl.int64) * kv_stride_page + key % PAGE_SIZE * kv_stride_token + kv_head_offset
-        kv_offset = offset[:, None] + d[None, :]
-        key_live = key < tl.where(begin < end, end_key, 0)
-        is_new = key >= kv_len - num_queries
-        old_live = (key_live & (is_new == 0))[:, None] & d_live[None, :]
-        k = tl.load(k_ptr + kv_offset, mask=old_live, other=0.0)
-        v = tl.load(v_ptr + kv_offset, mask=old_live, other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-        q = tl.load(q_ptrs, mask=q_live, other=0.0)
-        new_live = (key_live & is_new)[:, None] & d_live[None, :]
-        # not through L1, which may hold what was there before
-        k = tl.load(k_ptr + kv_offset, mask=new_live, other=k, cache_modifier=".cg")
-        v = tl.load(v_ptr + kv_offset, mask=new_live, other=v, cache_modifier=".cg")
-        peak, total, acc = _absorb(
-            q, k, v, key, key_live, position, ancestors, first_tree_key, peak, total, acc, scale_log2,
-            CAUSAL, TREE, WINDOW, SOFT_CAP,
-        )  # fmt: skip
-        begin += 1
-        key = next_key
-        page = next_page
     for _ in tl.range(begin, end):
         key_live = key < end_key
         # Pages are fetched one block ahead by hand. Left to the pipeliner, that load takes the stages
@@ -221,12 +160,33 @@ def _attend_kernel(
         kv_offset = offset[:, None] + d[None, :]
         # what is masked reads as 0, not as what the page holds: 0 * NaN would be NaN
         kv_live = key_live[:, None] & d_live[None, :]
-        k = tl.load(k_ptr + kv_offset, mask=kv_live, other=0.0)
-        v = tl.load(v_ptr + kv_offset, mask=kv_live, other=0.0)
-        peak, total, acc = _absorb(
-            q, k, v, key, key_live, position, ancestors, first_tree_key, peak, total, acc, scale_log2,
-            CAUSAL, TREE, WINDOW, SOFT_CAP,
-        )  # fmt: skip
+        k = tl.load(k_ptr + kv_offset, mask=kv_live, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + kv_offset, mask=kv_live, other=0.0).to(q.dtype)
+
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if SOFT_CAP > 0:
+            # tanh(x) is 1 - 2 / (exp(2x) + 1), and log2(e) is 1.4427
+            score = SOFT_CAP - 2 * SOFT_CAP / (tl.exp2(score * (2 * 1.4426950408889634 / SOFT_CAP)) + 1)
+        seen = key_live[None, :]
+        if TREE:
+            place = key - first_tree_key
+            bit = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
+            is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) != 0
+            seen = seen & (is_ancestor | (place < 0)[None, :])
+        elif CAUSAL:
+            seen = seen & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        # a token that has seen no key yet has no peak; -inf - -inf would be NaN
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
         key = next_key
         page = next_page
 
@@ -257,11 +217,8 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """One token, one head: weigh the splits' results by their log-sum-exp."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0)
     head = tl.program_id(1)
     if PDL:
@@ -319,7 +276,6 @@ def paged_attention_triton(
     sinks_H: Tensor | None = None,
     tree: PagedTree | None = None,
     pdl: bool = False,
-    early: bool = False,
     invariant: bool = False,
     tiles: Tiles | None = None,
 ) -> None:
@@ -332,8 +288,7 @@ def paged_attention_triton(
 
     `tiles` None: as `choose_tiles` says; given by tests and by the sweep that the choice comes from.
 
-    `pdl` launches the kernels before what runs in front of them has drained (compute capability 9.0 on). `early`: few
-    rows read what earlier passes have written before they wait for this one; see `kernels.overlap`.
+    `pdl` launches the kernels before what runs in front of them has drained (compute capability 9.0 on).
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     page_size, num_kv_heads = kv_2PSGD.shape[2:4]
@@ -411,7 +366,6 @@ def paged_attention_triton(
         BLOCK_D=block_d,
         BLOCK_R=16 if query_len else next_power_of_2(max(16, num_rows + 1)),
         PDL=bool(options),
-        EARLY=early and query_len > 0 and splits > 1 and block_d <= 128,  # registers hold no wider blocks
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **options,
@@ -431,7 +385,6 @@ def paged_attention_triton(
         BLOCK_D=block_d,
         BLOCK_X=block_x,
         PDL=bool(options),
-        EARLY=early and bool(options),
-        num_warps=max(1, min(4, block_d // 128)),
+        num_warps=max(1, min(4, block_d // 128)),  # side by side along d: no sum crosses warps
         **options,
     )

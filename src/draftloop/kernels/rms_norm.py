@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.native import ops as native
-from draftloop.kernels.overlap import early_options
-from draftloop.kernels.triton_import import jit, next_power_of_2, tl
+from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
 class Store(NamedTuple):
@@ -67,11 +66,8 @@ def _rms_norm_kernel(
     STORE_SUM: tl.constexpr,
     STORE_NORMED: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """One token. With ADD, the residual is added first and the sum stored too."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     live = h < SIZE
@@ -135,7 +131,7 @@ def _launch(
             STORE_SUM=store is not None and not store.normed,
             STORE_NORMED=store is not None and store.normed,
             num_warps=min(16, max(1, block // 512)),
-            **early_options(x.device),
+            **pdl_options(x.device),
         )
     return normed_TH, sum_TH
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from draftloop.kernels.fp8_cache import FP8, as_bytes, stored
 from draftloop.kernels.native import ops as native
-from draftloop.kernels.overlap import early_options
-from draftloop.kernels.triton_import import jit, next_power_of_2, tl
+from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 FEW_TOKENS = 64
 """Up to this, programs are small, so that there are many; above, launching them would take the longest."""
@@ -91,11 +90,8 @@ def _rope_write_kernel(
     BLOCK_REST: tl.constexpr,  # 0: every dimension is rotated
     FP8: tl.constexpr,  # the cache holds e4m3
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """One token, some heads. A value is a head with nothing to norm and an angle of 0."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     dtype = qkv_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -225,7 +221,7 @@ def rope_write_triton(
             BLOCK_REST=next_power_of_2(rest) if rest else 0,
             FP8=kv_2PSGD.dtype is FP8,
             num_warps=num_warps,
-            **early_options(qkv_TE.device),
+            **pdl_options(qkv_TE.device),
         )
     return q_THD
 

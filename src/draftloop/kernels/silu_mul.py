@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from draftloop.kernels.native import ops as native
-from draftloop.kernels.overlap import early_options
-from draftloop.kernels.triton_import import jit, tl
+from draftloop.kernels.triton_import import jit, pdl_options, tl
 
 BLOCK = 1024
 
@@ -50,11 +49,8 @@ def _gated_kernel(
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """One token, one block of columns."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < SIZE
@@ -75,7 +71,7 @@ def _launch(gate_up_T2I: Tensor, *, gelu: bool) -> Tensor:
     out_TI = torch.empty(num_tokens, size, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     if num_tokens:
         grid = (num_tokens, -(-size // BLOCK))
-        options = dict(SIZE=size, GELU=gelu, BLOCK=BLOCK, num_warps=4, **early_options(gate_up_T2I.device))
+        options = dict(SIZE=size, GELU=gelu, BLOCK=BLOCK, num_warps=4, **pdl_options(gate_up_T2I.device))
         _gated_kernel[grid](gate_up_T2I, out_TI, gate_up_T2I.stride(0), **options)
     return out_TI
 
