@@ -77,8 +77,8 @@ def ask(*, speculation: bool) -> list[Token]:
 
 
 def step_seconds(k: int) -> float:
-    """What a step of `k` drafts took, prompts included, in the newest comparison on an idle CPU."""
-    file = sorted((ROOT / "docs/numbers").glob("*-cpu-compare-smollm2-idle.json"))[-1]
+    """What a step of `k` drafts took, prompts included, in the newest comparison on a CPU."""
+    file = sorted((ROOT / "docs/numbers").glob("*-cpu-compare-smollm2.json"))[-1]
     (row,) = [row for row in json.loads(file.read_text())["rows"] if row["k"] == k]
     return row["acceptance_length"] / row["value"]
 
