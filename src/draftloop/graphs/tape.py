@@ -120,6 +120,11 @@ class Tape(TorchDispatchMode, Program):
         self._kept: list[Any] = []  # recorded tensors stay alive while ids are looked up
         self._count = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's compiler never sees a tape. To be hidden from it, torch would import it: 2 s of a first start."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in HOST_READS or _indexes_by_mask(func, args):
