@@ -15,6 +15,10 @@ from draftloop.distributed.group import Group, join, leave
 
 TIMEOUT_S = 300
 
+# A rank is a fork of a process that has done no more than to import this: torch alone takes seconds.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch.distributed", "draftloop.engine.llm"])
+
 
 def on_ranks(
     function: Callable[[Group], Any], size: int, device: str = "cpu", *, expected: int | None = None
@@ -24,10 +28,9 @@ def on_ranks(
     `expected`: of so many, where the others are to end before they return.
     """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spawn = multiprocessing.get_context("spawn")
-    pipes = [spawn.Pipe(duplex=False) for _ in range(size)]
+    pipes = [_FORKS.Pipe(duplex=False) for _ in range(size)]
     ranks = [
-        spawn.Process(target=_run, args=(function, rank, size, device, store.port, pipes[rank][1]), daemon=True)
+        _FORKS.Process(target=_run, args=(function, rank, size, device, store.port, pipes[rank][1]), daemon=True)
         for rank in range(size)
     ]
     for process in ranks:
