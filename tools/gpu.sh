@@ -230,7 +230,7 @@ kernels() { # 128 rows, where small kernels count too; what stands between the l
 }
 
 tests() {
-  local whole=(tests/train tests/unit/test_bench_latency.py) # these take all of the GPU's memory
+  local whole=(tests/train tests/unit/test_bench_latency.py tests/e2e/test_memory_budget.py) # these take all of the GPU's memory
   local options=(-m gpu -v --tb=short -rs -p no:cacheprovider -p no:benchmark)
   "$python" -m pytest "${options[@]}" -n "${WORKERS:-12}" --ignore tests/server --ignore tests/architecture \
     "${whole[@]/#/--ignore=}" tests 2>&1 | tee "$out/gpu-tests.txt" || failed=1

@@ -109,12 +109,13 @@ def test_poison_reaches_free_pages_and_the_null_page_only():
 
 
 def test_no_more_pages_than_can_be_used():
-    size = 2 * SPEC.bytes_per_page(16)
-    assert count_pages([SPEC, SPEC], 16, budget_bytes=10 * size, useful_pages=7, least_pages=3) == 7
-    assert count_pages([SPEC, SPEC], 16, budget_bytes=5 * size + 1, useful_pages=7, least_pages=3) == 5
+    assert count_pages(lambda pages: pages * 100, budget_bytes=1000, useful_pages=7, least_pages=3) == 7
+    assert count_pages(lambda pages: pages * 100, budget_bytes=501, useful_pages=7, least_pages=3) == 5
+    assert count_pages(lambda pages: -(-pages // 4) * 400, budget_bytes=799, useful_pages=7, least_pages=3) == 4
 
 
 @pytest.mark.parametrize("budget", [0, -1, 2 * SPEC.bytes_per_page(16) * 3 - 1])
 def test_too_little_memory_for_one_request_says_how_much_is_needed(budget):
+    pool = CachePool([SPEC, SPEC], 6, 16, CPU)
     with pytest.raises(CapacityError, match=r"needs \d+ MiB for a single request.*--kv-cache-memory-bytes"):
-        count_pages([SPEC, SPEC], 16, budget_bytes=budget, useful_pages=7, least_pages=3)
+        count_pages(pool.nbytes_of, budget_bytes=budget, useful_pages=7, least_pages=3)

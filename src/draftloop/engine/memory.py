@@ -9,13 +9,15 @@ import torch
 from draftloop.config.engine import EngineConfig
 from draftloop.config.resolve import Resolved
 from draftloop.distributed.group import ALONE, Group
-from draftloop.kvcache.pool import CachePool, CacheSpec, count_pages
+from draftloop.kvcache.pool import CachePool, CacheSpec, bytes_per_page, count_pages
+from draftloop.kvcache.virtual_memory import CudaVirtualMemory, VirtualMemory
 from draftloop.observability.log import get_logger
 
 CPU_CACHE_SHARE = 0.25
 """Share of the machine's free memory that the cache may take on a CPU."""
-GPU_WORKSPACE_BYTES = 2 * 2**30
-"""Left for activations, static buffers and graphs when the cache is sized; what they take is measured afterwards."""
+SPARE_BYTES = 128 * 2**20
+"""Left of a GPU's budget when all else has its memory: for staged requests, and for blocks of activations that torch's
+allocator cuts in another way than at the start."""
 
 logger = get_logger(__name__)
 
@@ -40,15 +42,20 @@ class MemoryLedger:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def lap(self, part: str) -> None:
-        """What is in use more than at the last call belongs to this part."""
+        """What is in use more than at the last call belongs to this part, too."""
         now = self.in_use()
-        self.parts[part], self._last = now - self._last, now
+        self.parts[part] = self.parts.get(part, 0) + now - self._last
+        self._last = now
 
     def left_for_pages(self) -> int:
-        """Bytes of the budget, but for what graphs and activations will take."""
+        """Bytes of the budget that nothing has taken yet."""
         if self.budget_bytes is None:
             return int(_free_memory() * CPU_CACHE_SHARE)
-        return self.budget_bytes - self.in_use() - GPU_WORKSPACE_BYTES
+        return self.budget_bytes - self.in_use() - SPARE_BYTES
+
+    def virtual_memory(self) -> VirtualMemory | None:
+        """Where a cache may have addresses before it has memory; None on a CPU, which does so by itself."""
+        return CudaVirtualMemory(self.device) if self.device.type == "cuda" else None
 
     def check(self) -> None:
         """Warn where, with everything made, more is used than was allowed."""
@@ -78,19 +85,32 @@ def make_pool(
     pages_per_row: int,
     group: Group = ALONE,
 ) -> CachePool:
-    """Pages for what memory is left, or was asked for; as many on each rank of `group`.
+    """Pages for what memory was asked for, or is left; as many on each rank of `group`.
+
+    On a GPU what is left shows when all graphs are captured, so there pages have but addresses until `fill_pool`.
 
     Raises CapacityError if not one request fits.
     """
+    page_bytes = bytes_per_page(specs, resolved.block_size)
     budget = config.kv_cache_memory_bytes
     num_pages = count_pages(
-        specs,
-        resolved.block_size,
+        lambda pages: pages * page_bytes,
         budget_bytes=group.min([ledger.left_for_pages()])[0] if budget is None else budget,
         useful_pages=resolved.max_num_seqs * pages_per_row + 1,
         least_pages=pages_per_row + 1,
     )
-    return CachePool(specs, num_pages, resolved.block_size, ledger.device)
+    memory = ledger.virtual_memory() if budget is None else None
+    return CachePool(specs, num_pages, resolved.block_size, ledger.device, memory=memory)
+
+
+def fill_pool(pool: CachePool, ledger: MemoryLedger, *, pages_per_row: int, group: Group = ALONE) -> None:
+    """Give memory to as many reserved pages as what is left of the budget holds; as many on each rank of `group`.
+
+    Raises CapacityError if not one request fits.
+    """
+    budget = group.min([ledger.left_for_pages() + pool.nbytes_of(1)])[0]  # the null page has its memory
+    pages = count_pages(pool.nbytes_of, budget_bytes=budget, useful_pages=pool.num_pages, least_pages=pages_per_row + 1)
+    pool.back(pages)
 
 
 def _free_memory() -> int:

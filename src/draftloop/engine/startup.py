@@ -34,7 +34,7 @@ from draftloop.engine.follower import gather
 from draftloop.engine.iteration import iteration_phases
 from draftloop.engine.loading import Layout, load_target, make_drafter
 from draftloop.engine.lockstep import Lockstep
-from draftloop.engine.memory import MemoryLedger, make_pool
+from draftloop.engine.memory import MemoryLedger, fill_pool, make_pool
 from draftloop.engine.phases import engine_phases
 from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
 from draftloop.engine.target import PagedTarget
@@ -182,7 +182,6 @@ def _build(
     ledger.lap("rows")
     pages_per_row = state.page_table_MN.shape[1]
     pool = make_pool(config, resolved, [*target_specs, *draft_specs], ledger, pages_per_row=pages_per_row, group=group)
-    pages = PageAllocator(pool.num_pages, resolved.block_size)
     target_caches, draft_caches = pool.caches[: len(target_specs)], pool.caches[len(target_specs) :]
     ledger.lap("pages")
 
@@ -217,7 +216,13 @@ def _build(
     ledger.lap("buffers")
     clock.lap("memory")
     capture(table, show=show)
+    if pool.is_reserved:
+        table.run_largest()
     ledger.lap("graphs and workspace")
+    if pool.is_reserved:
+        fill_pool(pool, ledger, pages_per_row=pages_per_row, group=group)
+        ledger.lap("pages")
+    pages = PageAllocator(pool.num_pages, resolved.block_size)
     clock.lap("capture")
     drafting = make_drafting(config.speculation, drafter, table, table.ladders.sparse_rows)
     clock.lap("costs")

@@ -74,8 +74,7 @@ class CudaRecorder(Recorder):
                 done()
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             bodies[-1](in_place)  # libraries keep a workspace for each stream
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        self.give_back()
 
     def record(self, body: Body, *, piecewise: bool, repeats: bool = False) -> CudaProgram:
         program = CudaProgram(self, keep_graphs=repeats)
@@ -145,6 +144,10 @@ class CudaRecorder(Recorder):
         # a snapshot of the allocator would cost more than the capture
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
+
+    def give_back(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def recording(self) -> Generator[None]:

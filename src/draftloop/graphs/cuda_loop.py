@@ -25,6 +25,7 @@ from draftloop.errors import GraphError
 from draftloop.graphs.loop import Loop, Watched, ended_early
 from draftloop.graphs.program import Program
 from draftloop.graphs.ring import Ring, Stop, Word
+from draftloop.kernels.driver import DriverError, ask, bindings
 
 SOURCE = Path(__file__).with_name("loop.cu")
 KERNEL = b"next_iteration"
@@ -44,7 +45,7 @@ class CudaLoop(Loop):
         self._device = watched.rows_R.device
         self._done = torch.cuda.Event()
         self._exec = _instantiate(raw_graph, num_rows, watched, ring)
-        self._destroy = _driver().cuGraphExecDestroy  # at exit nothing can be imported any more
+        self._destroy = bindings().cuGraphExecDestroy  # at exit nothing can be imported any more
         # else the first launch would have to
         _ask("cuGraphUpload", self._exec, torch.cuda.current_stream(self._device).cuda_stream)
 
@@ -140,7 +141,7 @@ def _kernel(device: torch.device) -> Any:
 
 
 def _instantiate(raw_graph: int, num_rows: int, watched: Watched, ring: Ring) -> Any:
-    driver, context = _driver(), _ask("cuCtxGetCurrent")
+    driver, context = bindings(), _ask("cuCtxGetCurrent")
     graph = _ask("cuGraphCreate", 0)
     try:
         assign_default = driver.CU_GRAPH_COND_ASSIGN_DEFAULT  # 1 again at each launch
@@ -194,17 +195,10 @@ def _address(tensor: Tensor) -> int:
 
 def _ask(name: str, *args: Any) -> Any:
     """Call the driver. Raises GraphError with its own name for what went wrong."""
-    status, *results = getattr(_driver(), name)(*args)
-    if status:
-        text = _driver().cuGetErrorName(status)[1]
-        raise GraphError(f"{name}: {text.decode() if text else status}")
-    return results[0] if results else None
-
-
-def _driver() -> Any:
-    from cuda.bindings import driver  # pyrefly: ignore[missing-import]
-
-    return driver
+    try:
+        return ask(name, *args)
+    except DriverError as error:
+        raise GraphError(str(error)) from error
 
 
 def _bindings_version() -> str:

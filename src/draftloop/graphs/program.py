@@ -53,6 +53,9 @@ class Recorder(ABC):
     def owned_bytes(self) -> int:
         """Memory in use; differences tell what a recording added."""
 
+    def give_back(self) -> None:
+        """Let go of memory that is kept for later, and that no program uses."""
+
     def why_no_loops(self) -> str:
         """Why programs cannot repeat on this device; empty where they can."""
         return ""

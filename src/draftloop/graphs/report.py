@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftloop.graphs.entries import Entry
+    from draftloop.graphs.phase import Key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,23 @@ class LoopRow:
     launches: int
     iterations: int
     """Counted as replays of the phase too."""
+
+
+def captured_row(key: Key, entry: Entry, *, asked: str, ragged: bool, reason: str) -> CoverageRow:
+    """What is known of a size that has a graph."""
+    return CoverageRow(
+        phase=key.phase, asked=asked, mode=key.mode.value, rows=key.rows, tokens=key.tokens, ragged=ragged,
+        captured=True, reason=reason, ms=entry.ms, mib=entry.mib,
+        replays=entry.replays + (entry.loop.iterations if entry.loop else 0), eager_runs=0,
+    )  # fmt: skip
+
+
+def loop_row(key: Key, entry: Entry) -> LoopRow:
+    """What is known of a size that is to repeat."""
+    return LoopRow(
+        phase=key.phase, rows=key.rows, ms_to_make=entry.loop_ms,
+        launches=entry.loop.launches if entry.loop else 0, iterations=entry.loop.iterations if entry.loop else 0,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from draftloop.graphs.entries import Entry, Loops, PhaseState
 from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Phase, settle_mode
 from draftloop.graphs.program import Attend, Body, Program, Recorder, in_place
-from draftloop.graphs.report import CoverageRow, GraphReport, LoopRow
+from draftloop.graphs.report import CoverageRow, GraphReport, captured_row, loop_row
 from draftloop.graphs.ring import Ring
 from draftloop.graphs.sizes import Ladders
 from draftloop.observability.log import get_logger
@@ -145,6 +145,20 @@ class GraphTable:
                 entry = self._keep(key, program)
                 entry.mib = (self.recorder.owned_bytes() - before) / 2**20
                 entry.ms = self.recorder.time_ms(program)
+
+    @torch.inference_mode()
+    def run_largest(self) -> None:
+        """Run what does not run in full graphs once over padding, at its largest: it then has the memory it takes."""
+        self.recorder.give_back()
+        for name, state in self._states.items():
+            phase, (rows, tokens) = state.phase, self._largest(state.phase)
+            key = self.key_for(name, rows, tokens if phase.ragged else None)
+            program = key and self._entries[key].program
+            self.buffers.pad(phase, (0, 0), (rows, tokens), poison=False)
+            if key is None and GraphMode.NONE in phase.modes:
+                self._call(name, rows, tokens, in_place)
+            elif program and state.mode is GraphMode.PIECEWISE:
+                program.replay()
 
     def _record_if_it_fits(self, key: Key) -> Program | None:
         program, why = None, ""
@@ -409,14 +423,9 @@ class GraphTable:
         for name, state in self._states.items():
             asked, ragged = self._asked(state).value, state.phase.tokens_per_row is None
             rows += [
-                CoverageRow(
-                    phase=name, asked=asked, mode=key.mode.value, rows=key.rows, tokens=key.tokens,
-                    ragged=ragged, captured=True, reason=state.reason,
-                    ms=entry.ms, mib=entry.mib, replays=entry.replays + (entry.loop.iterations if entry.loop else 0),
-                    eager_runs=0,
-                )
+                captured_row(key, entry, asked=asked, ragged=ragged, reason=state.reason)
                 for key, entry in entries[name]
-            ]  # fmt: skip
+            ]
             gap = gaps.get(name, state.reason if state.mode is GraphMode.NONE else "")
             if gap or state.eager_runs:
                 largest = self._largest(state.phase)
@@ -427,15 +436,7 @@ class GraphTable:
                         replays=0, eager_runs=sum(state.eager_runs.values()),
                     )
                 )  # fmt: skip
-        loops = tuple(
-            LoopRow(
-                phase=key.phase, rows=key.rows, ms_to_make=entry.loop_ms,
-                launches=entry.loop.launches if entry.loop else 0,
-                iterations=entry.loop.iterations if entry.loop else 0,
-            )
-            for key, entry in sorted(self._entries.items())
-            if self._is_to_repeat(key)
-        )  # fmt: skip
+        loops = tuple(loop_row(key, entry) for key, entry in sorted(self._entries.items()) if self._is_to_repeat(key))
         return GraphReport(setting=self.setting.value, rows=tuple(rows), loops=loops)
 
     def reset_counts(self) -> None:

@@ -7,7 +7,8 @@ Shape suffixes: L layers, P pages, S tokens per page, G key/value heads, D head 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from draftloop.errors import CapacityError
 from draftloop.kernels.fp8_cache import FP8, FP8_NAN, as_bytes
+from draftloop.kvcache.virtual_memory import ReservedCache, VirtualMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,37 @@ class CacheSpec:
 class CachePool:
     """Caches over one set of pages."""
 
-    def __init__(self, specs: Sequence[CacheSpec], num_pages: int, page_size: int, device: torch.device) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
-        self.caches = [spec.allocate(num_pages, page_size, device) for spec in specs]
+    def __init__(
+        self,
+        specs: Sequence[CacheSpec],
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        memory: VirtualMemory | None = None,
+    ) -> None:
+        """With `memory` the pages have addresses, but the null page alone has memory: see `back`."""
+        self.specs, self.num_pages, self.page_size = specs, num_pages, page_size
+        self._reserved = [ReservedCache(spec, num_pages, page_size, memory) for spec in specs] if memory else []
+        self.caches = [one.cache for one in self._reserved] or [s.allocate(num_pages, page_size, device) for s in specs]
+
+    @property
+    def is_reserved(self) -> bool:
+        """True until its pages have memory."""
+        return bool(self._reserved) and self.caches[0] is self._reserved[0].cache
+
+    def back(self, num_pages: int) -> None:
+        """Give memory to the first `num_pages` pages, and forget the others. Raises CapacityError if it ends."""
+        for one in self._reserved:
+            one.back(num_pages)
+        self.caches = [one.cache[:, :, :num_pages] for one in self._reserved]
+        self.num_pages = num_pages
+
+    def nbytes_of(self, num_pages: int) -> int:
+        """What memory so many pages take."""
+        if self._reserved:
+            return sum(one.nbytes_of(num_pages) for one in self._reserved)
+        return num_pages * bytes_per_page(self.specs, self.page_size)
 
     @property
     def nbytes(self) -> int:
@@ -58,20 +88,22 @@ class CachePool:
             as_bytes(cache).index_fill_(2, torch.tensor([0, *pages], device=cache.device), nan)
 
 
-def count_pages(
-    specs: Sequence[CacheSpec], page_size: int, *, budget_bytes: int, useful_pages: int, least_pages: int
-) -> int:
+def bytes_per_page(specs: Sequence[CacheSpec], page_size: int) -> int:
+    """Of all caches."""
+    return sum(spec.bytes_per_page(page_size) for spec in specs)
+
+
+def count_pages(nbytes_of: Callable[[int], int], *, budget_bytes: int, useful_pages: int, least_pages: int) -> int:
     """How many pages to allocate: what the budget holds, but no more than can ever be used.
 
-    `useful_pages` covers every row at full length, `least_pages` one request of the shortest
-    useful length. Raises CapacityError, saying how much is needed, if not even that fits.
+    `nbytes_of` says what memory so many pages take. `useful_pages` covers every row at full length, `least_pages` one
+    request of the shortest useful length. Raises CapacityError, saying how much is needed, if not even that fits.
     """
-    per_page = sum(spec.bytes_per_page(page_size) for spec in specs)
-    pages = min(budget_bytes // per_page, useful_pages) if per_page else useful_pages
+    pages = bisect_right(range(useful_pages + 1), budget_bytes, key=nbytes_of) - 1
     if pages < least_pages:
         raise CapacityError(
-            f"the key/value cache needs {least_pages * per_page / 2**20:.0f} MiB for a single request, but "
+            f"the key/value cache needs {nbytes_of(least_pages) / 2**20:.0f} MiB for a single request, but "
             f"{max(budget_bytes, 0) / 2**20:.0f} MiB are left for it; raise --gpu-memory-utilization or "
-            f"--kv-cache-memory-bytes, or lower --max-model-len"
+            f"--kv-cache-memory-bytes, or lower --max-model-len, --max-num-batched-tokens or --cudagraph-capture-sizes"
         )
     return pages
