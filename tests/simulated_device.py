@@ -1,9 +1,8 @@
 """An engine whose device is a clock: the real core, scheduler and choice of drafts over steps that cost what they did.
 
 Costs and speeds are those of one H200 with the shape of an 8B model and an EAGLE-3 head, prompts of 128 tokens and
-answers of 128, at the rates of acceptance below (docs/numbers/2026-11-30-h200-load-*.json). Steps of 2 and 4 drafts
-lie half-way between their neighbours. What prompts and the host take was not measured by itself: it is chosen so that
-tokens per second come out as measured.
+answers of 128, at the rates of acceptance below (docs/numbers/2026-11-30-h200-load-*.json). What prompts and the host
+take was not measured by itself: it is chosen so that tokens per second come out as measured.
 """
 
 from __future__ import annotations
@@ -31,16 +30,27 @@ from draftloop.scheduler.step_shape import StepShape
 LOADS = (1, 8, 32, 128, 256)
 """Requests at a time, and the sizes of the graphs."""
 _STEP_MS = {
-    0: (4.1395, 4.2982, 4.6935, 6.1947, 9.8327),
-    1: (4.4047, 4.6172, 5.1709, 9.1788, 16.0127),
-    3: (4.8454, 5.2970, 6.2185, 15.7832, 29.8853),
-    5: (5.2737, 5.7893, 8.1302, 23.3510, 44.8090),
+    0: (4.160, 4.313, 4.731, 5.989, 9.289),
+    1: (4.427, 4.635, 5.086, 8.689, 15.345),
+    2: (4.640, 4.980, 5.570, 11.419, 23.600),
+    3: (4.862, 5.329, 6.062, 15.052, 28.790),
+    5: (5.307, 5.826, 7.835, 22.219, 42.957),
 }
+"""In service, by drafts; of two measured with 128 rows, and else put between their neighbours as they were at start."""
+_SHARE_AT_START = {
+    0: (0.998, 0.985, 0.985, 0.800, 0.730),
+    1: (0.983, 0.985, 0.985, 0.730, 0.743),
+    2: (0.985, 0.985, 0.985, 0.737, 0.750),
+    3: (0.985, 0.985, 0.985, 0.743, 0.751),
+    5: (0.984, 0.985, 0.985, 0.750, 0.821),
+}
+"""What start-up measured, on a cool device, of that: with 1 and 256 rows. With 128 it is supposed to be that of as many
+tokens, with 8 and 32 that of one row."""
 MEASURED = {
-    0: (238.57, 1793.73, 5750.56, 13442.41, 15290.33),
-    1: (384.78, 2636.70, 7616.58, 13306.42, 14456.60),
-    3: (508.96, 3088.92, 8447.53, 11859.55, 11522.04),
-    5: (543.58, 3305.43, 7803.03, 9971.43, 9557.68),
+    0: (239.5, 1793.6, 5811.2, 14144.4, 16634.5),
+    1: (382.9, 2626.9, 7802.7, 14367.0, 16157.9),
+    3: (507.4, 3169.0, 9026.3, 13075.8, 13756.8),
+    5: (543.7, 3334.6, 8221.2, 11008.9, 10513.0),
 }
 """Tokens per second by number of drafts, the same in every step, and load."""
 RATES = (0.709, 0.709, 0.709, 0.709, 0.709)
@@ -49,17 +59,18 @@ _PROMPT_MS = {16: 4.3, 32: 4.3, 64: 4.4, 128: 5.0, 256: 8.0, 384: 10.4, 512: 13.
 _PROMPT_MS |= {1536: 36.0, 2048: 47.5}
 """Of the target, by the tokens that a graph takes."""
 PROMPT_SIZES = tuple(_PROMPT_MS)
-POWERS_OF_TWO = tuple(size for size in PROMPT_SIZES if size & (size - 1) == 0)
-"""Those that there were when it was measured."""
 _DRAFT_PROMPT_SHARE, _DRAFT_PROMPT_MS, _FIRST_MS, _DECODE_MS = 0.015, 0.15, 0.15, 0.205
 _HOST_STEP_MS, _HOST_PROMPT_MS, _HOST_ADMIT_MS, _HOST_ROW_MS, _HOST_ADD_MS = 0.3, 1.2, 0.06, 0.002, 0.05
 
 
 def step_costs() -> StepCosts:
-    ms = dict(_STEP_MS)
-    for count in (2, 4):
-        ms[count] = tuple((a + b) / 2 for a, b in zip(ms[count - 1], ms[count + 1], strict=True))
-    return StepCosts(ms={(rows, count): row[at] for count, row in ms.items() for at, rows in enumerate(LOADS)})
+    """In service."""
+    return StepCosts(ms={(rows, count): row[at] for count, row in _STEP_MS.items() for at, rows in enumerate(LOADS)})
+
+
+def costs_at_start() -> StepCosts:
+    shares = {(rows, count): row[at] for count, row in _SHARE_AT_START.items() for at, rows in enumerate(LOADS)}
+    return StepCosts(ms={key: ms * shares[key] for key, ms in step_costs().ms.items()})
 
 
 class Clock:
@@ -122,7 +133,6 @@ class SimulatedWorker:
         self.clock, self.num_drafts, self.costs = clock, num_drafts, step_costs()
         self.num_left = Counter[int]()
         """Drafts that each row has for its next step."""
-        self.prompt_sizes = PROMPT_SIZES
         self._coin = random.Random(seed)
 
     def shape(self, plan: StepPlan) -> StepShape:
@@ -137,7 +147,7 @@ class SimulatedWorker:
 
     def prompt_ms(self, plan: StepPlan) -> float:
         tokens = sum(chunk.count for chunk in plan.chunks)
-        ms = _PROMPT_MS[self.prompt_sizes[bisect_left(self.prompt_sizes, tokens)]]
+        ms = _PROMPT_MS[PROMPT_SIZES[bisect_left(PROMPT_SIZES, tokens)]]
         if self.num_drafts:
             ms += ms * _DRAFT_PROMPT_SHARE + _DRAFT_PROMPT_MS
         ending = [chunk.sequence for chunk in plan.chunks if chunk.completes_prompt]
@@ -158,11 +168,8 @@ class SimulatedWorker:
 class SimulatedEngine:
     """Serves requests, and says how long that took by its clock."""
 
-    def __init__(self, drafting: Drafting, clock: Clock, *, budget_by_sizes: bool = True, seed: int = 0) -> None:
-        """Without `budget_by_sizes` prompts are cut, and padded, as when it was measured."""
+    def __init__(self, drafting: Drafting, clock: Clock, *, seed: int = 0) -> None:
         self.clock, self.worker = clock, SimulatedWorker(clock, drafting.most, seed)
-        if not budget_by_sizes:
-            self.worker.prompt_sizes = POWERS_OF_TWO
         scheduler = Scheduler(
             PageAllocator(40_000, 16),
             max_num_seqs=LOADS[-1],
@@ -171,7 +178,7 @@ class SimulatedEngine:
             max_model_len=2048,
             num_drafts=drafting.most,
             drafting=drafting,
-            prompt_sizes=PROMPT_SIZES if budget_by_sizes else (),
+            prompt_sizes=PROMPT_SIZES,
         )
         worker: Any = self.worker
         self.core = EngineCore(scheduler, worker, vocab_size=1000, eos_ids=frozenset(), pipeline_depth=2, seed=0)
@@ -218,4 +225,4 @@ def fixed(count: int) -> Drafting:
 
 
 def adaptive() -> Drafting:
-    return AdaptiveDrafts(range(6), step_costs())
+    return AdaptiveDrafts(tuple(_STEP_MS), costs_at_start())

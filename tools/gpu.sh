@@ -12,6 +12,7 @@
 #   tp_tests  the GPU tests of tensor parallelism, the telling ones first (3 minutes at most)
 #   dp      two engines on two GPUs that share their experts: speed, 2,000 mixed steps, their tests (8 minutes at most)
 #   adaptive  no drafts, 1, 3 and 5 of them, and adaptive, at 1 to 256 requests at a time (about 4 minutes)
+#   adaptive_high  of it what is close: no drafts, 1 of them and adaptive, at 128 and 256 requests (about 105 s)
 #   compare  SmolLM2 with each drafter that is shipped, in turns: tokens per step and per second (about 4 minutes)
 #   soak    mixed traffic, memory and stalls watched: all that fits into 560 s (MAX_SECONDS), the start included, or
 #           MINUTES; two runs give more than ten minutes where no call may take longer than 600 s
@@ -169,7 +170,7 @@ throughput() { # name, then the arguments of `draftloop bench throughput`
   local name="$1"
   shift
   echo "== $name"
-  COLUMNS=140 "$python" -m draftloop bench throughput llama-3.1-8b "$@" --load-format dummy --concurrency 1,8,32,128,256 \
+  COLUMNS=140 "$python" -m draftloop bench throughput llama-3.1-8b "$@" --load-format dummy --concurrency "${loads:-1,8,32,128,256}" \
     --prompt-tokens 128 --output-tokens 128 --repeats 1 --max-num-seqs 256 --max-model-len 2048 \
     --cudagraph-capture-sizes 1,8,32,128,256 --out "$out/$name.json" 2>"$out/$name.log" ||
     { failed=1; tail -n 20 "$out/$name.log"; }
@@ -178,11 +179,16 @@ throughput() { # name, then the arguments of `draftloop bench throughput`
 adaptive() { # of five drafts three tokens a step: each draft stands with the same chance, whatever their number
   local rates=(0.709 0.5027 0.3564 0.2527 0.1792) count given
   throughput load-none
-  for count in 1 3 5; do
+  for count in ${counts:-1 3 5}; do
     given="$(IFS=,; echo "${rates[*]:0:count}")"
     throughput "load-k$count" -sc "$(load "$count" "$given")}"
   done
   throughput load-adaptive -sc "$(load 5 "$(IFS=,; echo "${rates[*]}")"),\"adaptive\":true}"
+}
+
+adaptive_high() {
+  local loads=128,256 counts=1
+  adaptive
 }
 
 load() { # drafts, shares of steps that accept each
@@ -238,7 +244,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | compare | soak | cache | moe | kernels) "$part" ;;
+  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | moe | kernels) "$part" ;;
   all)
     bench
     start
@@ -248,7 +254,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, compare, soak, cache, moe, kernels, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, moe, kernels, all" >&2
     exit 2
     ;;
 esac

@@ -56,10 +56,10 @@ def test_it_settles_at_a_number_that_is_nearly_the_best(num_rows, rate):
     drafting = AdaptiveDrafts(COUNTS, costs())
     batch = rows(num_rows)
     run(drafting, batch, 400, rate)
-    _, speed = best(rate, num_rows, drafting.costs)
+    _, speed = best(rate, num_rows, drafting.times.costs)
     chosen = run(drafting, batch, 800, rate, seed=1)
-    time = sum(drafting.costs.of(num_rows, k) for k in chosen)
-    tokens = sum(speed[k] * drafting.costs.of(num_rows, k) for k in chosen)
+    time = sum(drafting.times.costs.of(num_rows, k) for k in chosen)
+    tokens = sum(speed[k] * drafting.times.costs.of(num_rows, k) for k in chosen)
     assert tokens / time >= 0.97 * max(speed.values())
 
 
@@ -129,6 +129,46 @@ def test_a_step_is_soon_over_where_many_rows_wait_for_their_prompts():
     run(drafting, few, 200, 0.7)
     assert drafting.choose(few) == drafting.choose(few, num_joining=1) > 1
     assert drafting.choose(few, num_joining=248) == 1
+
+
+def serve(drafting: Drafting, batch: list, steps: int, rate: float, took: StepCosts) -> int:
+    """Take steps that last so long; the number of drafts that they have settled at."""
+    for seed in range(steps):
+        [count] = run(drafting, batch, 1, rate, seed)
+        if isinstance(drafting, AdaptiveDrafts):
+            drafting.times.saw(len(batch), count, took.of(len(batch), count))
+    return drafting.current
+
+
+def test_what_steps_take_in_service_counts_not_what_they_took_at_the_start():
+    """Each number is slowed by a factor of its own, which is known once it has run."""
+    at_start, batch = costs(), rows(128)
+    wrong, _ = best(0.7, 128, at_start)
+    slowed = {(r, k): ms * (1.6 if k == wrong else 1.2) for (r, k), ms in at_start.ms.items()}
+    in_service = StepCosts(ms=slowed)
+    right, _ = best(0.7, 128, in_service)
+    assert right != wrong
+    drafting = AdaptiveDrafts(COUNTS, at_start)
+    assert serve(drafting, batch, 200, 0.7, at_start) == wrong
+    for count in COUNTS * 40:
+        drafting.times.saw(128, count, in_service.of(128, count))
+    assert serve(drafting, batch, 200, 0.7, in_service) == right
+
+
+def test_all_steps_slowed_alike_change_no_choice():
+    """As by a clock that falls under load: a shared extra, not a factor, would favour more drafts."""
+    batch, at_start = rows(256), costs()
+    slow = StepCosts(ms={key: 1.4 * ms for key, ms in at_start.ms.items()})
+    settled = [serve(AdaptiveDrafts(COUNTS, at_start), batch, 200, 0.7, took) for took in (at_start, slow)]
+    assert settled[0] == settled[1]
+
+
+def test_a_step_that_was_held_up_says_little():
+    drafting, batch = AdaptiveDrafts(COUNTS, costs()), rows(32)
+    before = serve(drafting, batch, 100, 0.7, drafting.times.costs)
+    drafting.times.saw(32, before, 1000.0)
+    assert drafting.step_ms(32, before) < 1.02 * drafting.times.costs.of(32, before)
+    assert run(drafting, batch, 20, 0.7) == [before] * 20
 
 
 def test_a_probe_ends_when_it_has_seen_enough():
