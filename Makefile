@@ -26,7 +26,7 @@ gpu-test: install-dev ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
 
 bench: install ## decode latency of the default model: make bench ARGS="--batch-sizes 1,8"
-	$(BIN)/draftloop bench latency --out docs/numbers $(ARGS)
+	$(BIN)/draftloop bench latency $(ARGS)
 
 lint: install-dev ## format and lint checks
 	$(BIN)/ruff format --check .

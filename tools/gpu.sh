@@ -21,7 +21,7 @@
 #   kernels  128 rows, the small kernels, tiles of a 1B model (about 1 minute)
 #   all     bench, start, blocks, quant, sampling, tests
 # What has a time limit is interrupted at it, and keeps what it has written: numbers after each batch size and load.
-# Copy the JSON files to docs/numbers, then `draftloop bench report` writes the page.
+# Copy the JSON files to docs/numbers, then `draftloop bench report docs/numbers` writes the page.
 set -uo pipefail
 out="${1:?folder for the results}"
 part="${2:-all}"

@@ -24,6 +24,7 @@ from draftloop.cli.options import (
     LORA,
     NAMES,
     PROMPT,
+    RESULTS,
     at_least_one,
     command,
     config_from,
@@ -217,7 +218,7 @@ def compare(
     max_tokens: int = 128,
     temperature: float = 0.0,
     repeats: int = 3,
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
 ) -> None:
     """Several drafters on one model: tokens per step and per second of each, measured in turns.
 

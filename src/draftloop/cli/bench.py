@@ -15,6 +15,7 @@ from draftloop.cli.options import (
     DECIMALS,
     NAMES,
     NUMBERS,
+    RESULTS,
     at_least_one,
     command,
     config_from,
@@ -41,7 +42,7 @@ def latency(
     output_tokens: int = 128,
     repeats: int = 3,
     sampling_mix: SamplingMix = SamplingMix.GREEDY,
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
     trace: Path | None = None,
 ) -> None:
     """Time per iteration of decoding and per phase of it, against the hardware's floor, at fixed batch sizes.
@@ -92,7 +93,7 @@ def throughput(
     output_tokens: int = 128,
     temperature: float = 0.0,
     repeats: int = 3,
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
     trace: Path | None = None,
 ) -> None:
     """Tokens per second and latencies of requests that come and go, at fixed numbers of them at a time.
@@ -148,7 +149,7 @@ def soak(
     max_seconds: float | None = None,
     longest_prompt: int = 1024,
     longest_answer: int = 512,
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
 ) -> None:
     """Mixed traffic for minutes: shared beginnings, aborts, full rows. Fails on a stall, or memory that grows.
 
@@ -186,7 +187,7 @@ def soak(
 
 
 @bench.command
-def report(folder: Path = Path("docs/numbers"), /) -> None:
+def report(folder: Path = RESULTS, /) -> None:
     """Write the page of numbers, h200.md, from the JSON files in a folder.
 
     Parameters
@@ -216,7 +217,7 @@ def acceptance(
     num_prompts: int | None = None,
     max_tokens: int = 256,
     temperature: Annotated[tuple[float, ...], DECIMALS] = (0.0, 1.0),
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
 ) -> None:
     """How much of what a drafter drafts is accepted: by position and kind of prompt, with and without loops.
 
@@ -268,7 +269,7 @@ def structured(
     num_prompts: int = 200,
     max_tokens: int = 256,
     temperature: Annotated[tuple[float, ...], DECIMALS] = (0.0, 1.0),
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
 ) -> None:
     """How many answers that a JSON schema constrains are valid, over assorted schemas, as jsonschema judges them.
 
@@ -301,7 +302,7 @@ def against_transformers(
     *,
     output_tokens: int = 128,
     repeats: int = 3,
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
 ) -> None:
     """Tokens per second of one request, against transformers.generate in the same process.
 
@@ -327,7 +328,7 @@ def server(
     tokens_per_step: Annotated[tuple[int, ...], NUMBERS] = (1, 3),
     tokens_per_s: float = 1000.0,
     seconds: float = 10.0,
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
 ) -> None:
     """Processor time that the API process takes for each token it streams, with no model behind it.
 

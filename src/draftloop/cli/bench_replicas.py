@@ -11,6 +11,7 @@ from draftloop.cli.options import (
     DECIMALS,
     NAMES,
     NUMBERS,
+    RESULTS,
     at_least_one,
     command,
     config_from,
@@ -41,7 +42,7 @@ def simulate(
     turns: float = 1.0,
     num_requests: int = 200,
     seed: int = 0,
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
 ) -> None:
     """What replicas would do, by a simulation of events: tokens per second, time to first token and per token.
 
@@ -105,7 +106,7 @@ def replicas(
     prompt_tokens: int = 64,
     output_tokens: int = 64,
     tolerance: float = 0.15,
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
 ) -> None:
     """Engines beside each other on this machine, against the simulation of them; fails if that is too far off.
 
@@ -153,7 +154,7 @@ def engines(
     prompt_tokens: int = 512,
     output_tokens: int = 128,
     compare_with_one: bool = True,
-    out: Path = Path("docs/numbers"),
+    out: Path = RESULTS,
 ) -> None:
     """Several engines of one machine that share their experts, or nothing: their speed, and that they never hang.
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter, Token
@@ -53,6 +54,8 @@ PROMPT = Parameter(name=["--prompt", "-p"], negative="", show_default=False, all
 NUMBERS = _list_of(int, "whole numbers, such as 1,8,32")
 DECIMALS = _list_of(float, "numbers, such as 0,1")
 NAMES = _list_of(str, "names")
+RESULTS = Path("bench")
+"""Where measurements are written unless the user says otherwise: below the folder that the command runs in."""
 
 
 # Beside their own.
