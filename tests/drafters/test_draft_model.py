@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -191,6 +192,28 @@ def test_padding_rows_and_pages_of_nobody_stay_untouched(overlap):
 
 
 # ---- vocabularies ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "draft"), [(256, 250), (250, 256)])
+def test_vocabularies_of_unequal_size_give_the_targets_distribution(target, draft):
+    """B47: of tokens at the end of the vocabulary, which the drafter may lack, come as many as the target expects."""
+    folders = {size: tiny_model(f"vocab-{size}", vocab=size, seed=9) for size in (250, 256)}
+    llm = make_engine(
+        folders[target],
+        speculative_config={"method": "draft_model", "model": folders[draft], "num_speculative_tokens": K},
+        logprobs_mode="processed_logprobs",
+    )
+    last = range(target - 6, target)
+    params = SamplingParams(max_tokens=60, logprobs=20, seed=3, logit_bias=dict.fromkeys(last, 5.0))
+    count, expected, variance = 0, 0.0, 0.0  # what is not among the 20 likeliest adds next to nothing
+    for output in llm.generate(prompts(6, vocab=240), params):
+        for token, top in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+            share = sum(math.exp(top[other].logprob) for other in last if other in top)
+            count, expected, variance = count + (token in last), expected + share, variance + share * (1 - share)
+    assert 0.1 * 360 < expected < 0.9 * 360
+    assert abs(count - expected) < 4 * math.sqrt(variance)
+    assert llm.get_metrics()["spec_decode_num_accepted_tokens"] > 30
+    llm.close()
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])

@@ -59,7 +59,10 @@ def test_text_does_not_depend_on_the_schedule(config):
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "loop"])
 def test_acceptance_is_whole_again_after_steps_without_drafts(mode):
-    """B07: the target drafts for itself, so that any key or value that is missing would cost acceptance."""
+    """B07: the target drafts for itself, so that any key or value that is missing would cost acceptance.
+
+    B51: a step runs the drafter as often as it has drafts, not as often as the most.
+    """
     self_draft = {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 3}
     how = {"cudagraph_mode": "FULL", "device_loop": 7} if mode == "loop" else {"cudagraph_mode": mode}
     llm = make_engine(speculative_config=by_rows(self_draft), cudagraph_capture_sizes=(2, 8), **how)
@@ -67,9 +70,15 @@ def test_acceptance_is_whole_again_after_steps_without_drafts(mode):
     outputs = llm.generate(asked, [greedy(24), greedy(60), greedy(100)])
     assert answers(outputs) == [oracle(p, n) for p, n in zip(asked, (24, 60, 100), strict=True)]
     metrics = llm.get_metrics()
-    assert min(metrics["steps_by_num_drafts"].values()) > 0
+    steps, report = metrics["steps_by_num_drafts"], llm.get_graph_report()
+    assert min(steps.values()) > 0
     cut = 3 * len(asked)  # the last block of a request ends at its limit
     assert metrics["spec_decode_num_accepted_tokens"] >= metrics["spec_decode_num_draft_tokens"] - cut
+    if mode != "loop":
+        passes = {name: report.replays[name] + report.eager_runs[name] for name in report.replays}
+        by_count = [passes[name] for name in ("draft.feed", "draft.prefill.k1", "draft.prefill")]
+        assert by_count == [steps[count] for count in (0, 1, 3)]
+        assert passes["draft.decode"] == 3 + 2 * steps[3], "three drafts after the prompts"
     llm.close()
 
 

@@ -75,7 +75,7 @@ def test_resuming_within_a_block_of_the_limit_meets_it_exactly(num_drafts, lengt
 
     ended = run_through(llm, preempt)
     assert ended == {str(i): oracle(prompt, 64, max_model_len=64) for i, prompt in enumerate(asked)}
-    assert sequences[1].num_preemptions == (sequences[1].num_tokens < 64 or 1)
+    assert sequences[1].num_preemptions == 1
     assert {(s.num_tokens, s.finish_reason) for s in sequences} == {(64, "length")}
 
 

@@ -122,6 +122,21 @@ def test_a_conversation_finds_its_own_answers():
         turn = [*turn, *output.outputs[0].token_ids, *random_ids(4, len(turn))]
 
 
+def test_nothing_behind_a_stop_inside_a_block_is_found():
+    """B35: all drafts are right, so that the block's rest is computed too, but nobody was told it."""
+    spec = {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 4}
+    llm = engine(speculative_config=spec, cudagraph_mode="FULL")
+    prompt = random_ids(24)
+    text = oracle(prompt, 16)
+    for place in range(4, 14):  # the page edge is behind the eighth token
+        llm.reset_prefix_cache()
+        (output,) = llm.generate(prompt, greedy(16, stop_token_ids=[text[place]]))
+        known = len(prompt) + len(output.outputs[0].token_ids)
+        assert known <= len(prompt) + place + 1
+        (again,) = llm.generate([*prompt, *text], greedy(1))
+        assert again.num_cached_tokens == (known - 1) // 16 * 16 - 1
+
+
 def test_answers_of_steps_that_do_not_feed_the_drafter_are_not_found():
     """Rows that declined speculation decode alone, so that the head has seen none of it; its prompt it has."""
     for method, found in (("eagle3", 15), ("ngram", 47)):
