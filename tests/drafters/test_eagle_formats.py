@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from draftloop.drafters.eagle_config import HEAD_PRESETS, EagleConfig, check_target, parse
 from draftloop.drafters.fill import target_ids
 from draftloop.drafters.kinds import kind_of, plain_name
+from draftloop.drafters.made_for import TARGET_KEY
 from draftloop.errors import ConfigError
 from draftloop.models.config import PRESETS, ModelConfig
 from draftloop.models.dense import FINAL_HIDDEN
+from draftloop.models.fingerprint import fingerprint
 from heads import config_json, file_names, head_config, head_weights, tiny_head, write_head
 from helpers import VOCAB, answers, engine, greedy, make_engine, oracle, prompts, tiny_model
 
@@ -197,6 +199,20 @@ def test_tables_that_a_head_lacks_are_the_targets_and_that_is_said(caplog):
             assert torch.equal(head.embed_tokens, weights["embed_tokens.weight"])
             assert torch.equal(head.lm_head, weights["lm_head.weight"])
             assert said == []
+
+
+def test_a_head_that_was_made_for_other_weights_says_so(caplog, tmp_path):
+    folder = shutil.copytree(tiny_head("eagle3"), tmp_path / "head")
+    file = folder / "config.json"
+    for made_for, is_warned in (("0123456789abcdef", True), (fingerprint(Path(tiny_model())), False)):
+        file.write_text(
+            json.dumps({**json.loads(file.read_text()), TARGET_KEY: {"name": "x", "fingerprint": made_for}})
+        )
+        caplog.clear()
+        spec = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2}
+        make_engine(speculative_config=spec, enforce_eager=True).close()
+        assert ("was trained for x with weights 0123456789abcdef, but" in caplog.text) == is_warned
+        assert ("it may draft badly" in caplog.text) == is_warned
 
 
 @pytest.mark.parametrize(("config", "layout", "style", "layers"), LAYOUTS)

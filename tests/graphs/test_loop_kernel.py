@@ -8,14 +8,17 @@ import functools
 import random
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftloop.graphs.cuda_loop import SOURCE, _arguments, _cached_kernel, _definitions
+from draftloop.errors import GraphError
+from draftloop.graphs.cuda_loop import SOURCE, _arguments, _cached_kernel, _definitions, compile_kernel
 from draftloop.graphs.loop import Watched
 from draftloop.graphs.ring import Ring, Stop, Word
 
@@ -130,3 +133,31 @@ def test_it_compiles_and_the_result_is_kept(tmp_path):
     (kept,) = tmp_path.iterdir()
     kept.write_bytes(b"kept")
     assert _cached_kernel((9, 0), tmp_path) == b"kept"
+
+
+def test_what_the_compiler_says_is_passed_on(monkeypatch):
+    """With stand-ins for the calls of NVRTC, so that no library is needed."""
+    log = b"loop.cu(1): error: no such type\n\0"
+
+    def read_log(program: str, memory: bytes) -> tuple[int]:
+        ctypes.memmove(memory, log, len(log))
+        return (0,)
+
+    nvrtc = ModuleType("nvrtc")
+    nvrtc.nvrtcResult = SimpleNamespace(NVRTC_SUCCESS=0)
+    nvrtc.nvrtcCreateProgram = lambda *arguments: (0, "program")
+    nvrtc.nvrtcCompileProgram = lambda *arguments: (6,)
+    nvrtc.nvrtcGetProgramLogSize = lambda program: (0, len(log))
+    nvrtc.nvrtcGetProgramLog = read_log
+    destroyed = []
+    nvrtc.nvrtcDestroyProgram = destroyed.append
+    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", ModuleType("bindings"))):
+        module.nvrtc = nvrtc
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(GraphError, match=r"NVRTC cannot compile loop\.cu: loop\.cu\(1\): error: no such type$"):
+        compile_kernel((9, 0))
+    assert destroyed == ["program"]
+    nvrtc.nvrtcCreateProgram = lambda *arguments: (4,)
+    nvrtc.nvrtcGetErrorString = lambda code: (0, b"NVRTC_ERROR_INVALID_PROGRAM")
+    with pytest.raises(GraphError, match="NVRTC: NVRTC_ERROR_INVALID_PROGRAM"):
+        compile_kernel((9, 0))

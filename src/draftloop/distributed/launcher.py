@@ -172,6 +172,7 @@ def _start(num_ranks: int, *, keep: bool) -> Meeting:
     except BaseException:
         for process in processes:
             process.kill()
+            process.communicate()  # closes its pipe, and waits for its end
         raise
 
 
