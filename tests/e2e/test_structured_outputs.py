@@ -201,8 +201,11 @@ def test_b32_drafts_that_the_grammar_forbids_are_rejected_quietly(caplog, capfd,
     assert output.outputs[0].token_ids == right
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "rror" not in capfd.readouterr().err
+    spec = output.spec
     if wrong == "right":
-        assert output.spec.num_spec_steps <= len(right) / (K + 1) + 1, "the grammar costs no acceptance"
+        assert spec.num_spec_steps <= len(right) / (K + 1) + 1, "the grammar costs no acceptance"
+    if wrong == "illegal id":
+        assert (spec.num_draft_tokens, spec.num_accepted_draft_tokens) == (K * (len(right) - 1), 0), "B60: all counted"
 
 
 @pytest.mark.parametrize("place", range(1, 7))
