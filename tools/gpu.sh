@@ -34,11 +34,12 @@ limited() { # seconds, command: interrupted after them, ended 15 s later
   timeout --signal INT --kill-after 15 "$@"
 }
 
-latency() { # name, then the arguments of `draftloop bench latency`
+latency() { # name, then the arguments of `draftloop bench latency`; `bench_with`: a module that runs it in its own way
   local name="$1" begin="$SECONDS"
   shift
   echo "== $name"
-  COLUMNS=140 limited "${limit:-600}" "$python" -m draftloop bench latency "$@" --load-format dummy --prompt-tokens "${prompt_tokens:-512}" \
+  COLUMNS=140 limited "${limit:-600}" "$python" -m ${bench_with:-draftloop bench} latency "$@" \
+    --load-format dummy --prompt-tokens "${prompt_tokens:-512}" \
     --out "$out/$name.json" 2>"$out/$name.log" || { failed=1; tail -n 20 "$out/$name.log"; }
   echo "== $name took $((SECONDS - begin)) s"
 }
@@ -79,19 +80,23 @@ blocks() {
   latency dspark-8b llama-3.1-8b $(rows 32 1,8,32) -sc "$(drafter dspark dspark-llama-3.1-8b 7 3.5)"
 }
 
-quant() {
+quant() { # what the sweep finds fastest for few tokens, in the engine at once
+  local int4="$out/sweep/int4.json" fp8="$out/sweep/fp8.json"
+  sweep quantised int4 --formats int4 --regimes few --seconds 60
+  sweep quantised fp8 --formats fp8 --regimes few --seconds 40
   quant_rows
-  sweep quantised int4 --formats int4 --seconds 60
-  sweep quantised fp8 --formats fp8 --regimes few some --seconds 40
   timeout 90 "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider -n "${WORKERS:-12}" \
     tests/parity/test_quantized_linears.py tests/parity/test_kernels.py tests/parity/test_sweeps.py \
     2>&1 | tee "$out/gpu-tests-quant.txt" || failed=1
 }
 
 quant_rows() {
-  latency none-8b-int4 llama-3.1-8b $(rows 32 1,8,32) --quantization int4
-  latency none-8b-fp8 llama-3.1-8b $(rows 32 1,8,32) --quantization fp8
-  latency eagle3-8b-fp8 llama-3.1-8b $(rows 32 1,8,32) -sc "$eagle3" --quantization fp8
+  bench_with="${int4:+draftloop.bench.sweep_quantised --best $int4 --}" \
+    latency none-8b-int4 llama-3.1-8b $(rows 32 1,8,32) --quantization int4
+  bench_with="${fp8:+draftloop.bench.sweep_quantised --best $fp8 --}" \
+    latency none-8b-fp8 llama-3.1-8b $(rows 32 1,8,32) --quantization fp8
+  bench_with="${fp8:+draftloop.bench.sweep_quantised --best $fp8 --}" \
+    latency eagle3-8b-fp8 llama-3.1-8b $(rows 32 1,8,32) -sc "$eagle3" --quantization fp8
 }
 
 sweep() { # module, name of the file, then its other arguments; at the end the entries for `MEASURED`

@@ -99,8 +99,26 @@ def test_scales_are_those_of_their_groups(device: torch.device, name: str) -> No
     weight, floats = make(name, 48, 512, device)
     x = torch.randn(6, 512, device=device).to(half(device))
     for block_k in (128, 256):
-        sums = weight.linear_split_triton(x, tiles=SMALL._replace(splits=2, block_k=block_k, prefetch=True))
+        sums = weight.linear_split_triton(x, tiles=SMALL._replace(splits=2, block_k=block_k))
         assert off(sums.sum(0), x.double() @ floats.double().T) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "block_k"), [(name, 128) for name in FORMATS] + [("int4 of 32, zeros", 256)])
+def test_warps_that_divide_columns(device: torch.device, name: str, block_k: int) -> None:
+    """Each has its own groups' scales and its own end; a bias is added once, and gates are those of whole sums."""
+    weight, floats = make(name, 2 * 20, 1024, device)
+    tiles = PlaneTiles(32, block_k, 1, max_tokens=8, num_warps=4, num_stages=3, parts=4)
+    x, bias = (torch.randn(*shape, device=device).to(half(device)) for shape in ((6, 1024), (40,)))
+    expected = x.double() @ floats.double().T + bias.double()
+    if block_k == 128:  # a warp's part is then one block of each split
+        sums = weight.linear_split_triton(x, bias, tiles=tiles._replace(splits=2))
+        assert off(sums.sum(0), expected) < 1e-6
+        if "order" not in name:
+            assert off(sums[1], x[:, 512:].double() @ floats[:, 512:].double().T) < 1e-6
+    out = weight.linear_triton(x, bias, tiles=tiles)
+    assert off(out, expected) < 2**-8
+    found = weight.gated_linear_triton(x, bias, "silu", tiles=tiles)
+    assert off(found, gated(out).double()) < 2**-7
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -267,12 +285,11 @@ def test_choice(shape: tuple[int, int], may_split: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [Fp8Weight, Int4Weight])
-def test_measured_tiles_split_a_layer_alike_for_any_number_of_tokens(kind: type[Fp8Weight | Int4Weight]) -> None:
-    """And some of them serve any number where a token's sums must not depend on the others."""
+def test_measured_tiles_fit_their_layers(kind: type[Fp8Weight | Int4Weight]) -> None:
+    """And some of them serve any number of tokens where a token's sums must not depend on the others."""
     for layers in kind.measured.values():
         for (_, size, may_split), by_tokens in layers.items():
-            assert len({tiles.splits for tiles in by_tokens.values()}) == 1
-            assert all(size % (tiles.block_k * tiles.splits) == 0 for tiles in by_tokens.values())
+            assert all(size % (tiles.block_k * tiles.splits * tiles.parts) == 0 for tiles in by_tokens.values())
             assert may_split or all(tiles.splits == 1 for tiles in by_tokens.values())
             assert list(by_tokens) == sorted(by_tokens)
             assert max(by_tokens) >= INVARIANT_TOKENS
@@ -317,9 +334,9 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("name", ["fp8 per column", "fp8 per block", "int4 of 128", "int4 of 128, zeros"])
 @pytest.mark.parametrize("shape", SHAPES_8B, ids=str)
 def test_real_shapes(shape: tuple[int, int], name: str, tokens: int) -> None:
-    """Exact sums rounded once, whole and split; the same bits every time, and for any number of other tokens."""
+    """Exact sums rounded once, whole and split; the same bits every time, and whatever tokens the same tiles serve."""
     weight, floats = make(name, *shape, CUDA)
-    x = torch.randn(64, shape[1], device=CUDA).bfloat16()
+    x = torch.randn(8 if tokens <= 8 else 64, shape[1], device=CUDA).bfloat16()
     expected = x[:tokens].double() @ floats.double().T
     out, sums = linear(x[:tokens], weight), residual_linear(x[:tokens], weight)
     assert off(out, expected) < 2**-8

@@ -57,7 +57,7 @@ def test_quantised_layers(small: torch.device, form: str) -> None:
     rows = []
     for kind in (Kind.GATED, Kind.SUMS):
         layer = sweep_quantised.Layer(kind.value, 64, 256, kind)
-        tiles = PlaneTiles(32, 128, 2 if kind is Kind.SUMS else 1, 8, 4, 3, prefetch=form == "int4")
+        tiles = PlaneTiles(32, 128, 2 if kind is Kind.SUMS else 1, 8, 4, 3)
         found = [(sweep_quantised.planes(layer, tiles), done())]
         copies = sweep_quantised.copies_of(form, layer, small)
         for regime in ("few", "some"):
@@ -67,6 +67,10 @@ def test_quantised_layers(small: torch.device, form: str) -> None:
     printed = "\n".join(sweep_view.entries(rows))
     assert f"{form}: (64, 256, True): {{" in printed
     assert "    64: PlaneTiles(block_n=32, block_k=128, splits=2" in printed
+    other = {64: tiles._replace(splits=1)}
+    measured = {"a GPU": {(64, 256, True): other, (8, 8, False): other}}
+    best = sweep_view.with_best(measured, form, [row for row in rows if row["regime"] == "few"])
+    assert best == {"a GPU": {(64, 256, True): {**other, 8: tiles}, (8, 8, False): other}}
 
 
 def test_candidates_fit() -> None:
@@ -74,9 +78,9 @@ def test_candidates_fit() -> None:
     for layer in sweep_quantised.LAYERS:
         for regime, integer in (("few", True), ("few", False), ("some", True), ("many", True)):
             for tiles in sweep_quantised.plane_tiles(layer, regime, integer=integer):
-                assert layer.size % (tiles.block_k * tiles.splits) == 0
+                assert layer.size % (tiles.block_k * tiles.splits * tiles.parts) == 0
                 weights = tiles.block_n * tiles.block_k // (2 if integer else 1)
-                shared = tiles.num_stages * (weights + 2 * tiles.max_tokens * tiles.block_k)
+                shared = tiles.num_stages * tiles.parts * (weights + 2 * tiles.max_tokens * tiles.block_k)
                 assert shared <= sweep_quantised.SHARED_BYTES
     for layer in sweep_experts.LAYERS:
         for block_m, tiles in sweep_experts.candidates(layer):

@@ -3,6 +3,7 @@
     python -m draftloop.bench.sweep_quantised --formats fp8 --out fp8.json   # on the GPU; keeps what it has if cut off
     python -m draftloop.bench.sweep_quantised --show fp8.json                # anywhere: the tables again
     python -m draftloop.bench.sweep_quantised --entries fp8.json             # anywhere: the entries of `MEASURED`
+    python -m draftloop.bench.sweep_quantised --best fp8.json -- latency ... # `draftloop bench`, its tiles for few tokens
 
 All layers are timed at few tokens, then at some, then at many, with the candidates of each. Every result is compared
 with exact sums first: what is wrong is listed and cannot win. Every time includes the kernel that follows the layer in
@@ -17,6 +18,8 @@ import functools
 import itertools
 import json
 import math
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +30,7 @@ from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, COLD_BYTES, DTYPE, OPERATIONS_PER_SECOND, time_us
 from draftloop.bench.sweep_report import SweepReport
-from draftloop.bench.sweep_view import entries, table, usable
+from draftloop.bench.sweep_view import entries, table, usable, with_best
 from draftloop.kernels import linear_planes, linear_w8a8
 from draftloop.kernels.gated_linear import gated_linear
 from draftloop.kernels.linear import linear, residual_linear
@@ -122,7 +125,7 @@ def planes(layer: Layer, tiles: PlaneTiles) -> Candidate:
         call = linear_planes.launch_arguments(x, copy.weight.planes(), None, out, tiles=tiles, activation=activation)
         return (linear_planes._linear_planes_kernel, *call), out
 
-    return launched("planes_prefetch" if tiles.prefetch else "planes", tiles, launch)
+    return launched("planes" if tiles.parts == 1 else "planes_parts", tiles, launch)
 
 
 def w8a8(layer: Layer, tiles: WideTiles, *, gated: bool) -> Candidate:
@@ -185,33 +188,36 @@ def engine(layer: Layer, copy: Copy, x: Tensor) -> Tensor:
 def plane_tiles(layer: Layer, regime: str, *, integer: bool) -> Iterator[PlaneTiles]:
     """Those that give every SM something to read, and fit shared memory with enough on its way.
 
-    Compiled for sm_90 none of them spills, and all read ahead; 8 warps do not with integers and 8 tokens, of which
-    each thread would copy 2 bytes. Warps of 32 rows take 2.1 instructions per integer, of 16 rows 2.4.
+    Compiled for sm_90 none of them spills, and all read ahead; 8 warps that divide rows do not with integers and 8
+    tokens, of which each thread would copy 2 bytes.
     """
-    shapes = {
-        "few": ((32, 256, 2), (64, 128, 4), (64, 256, 4), (64, 256, 2), (128, 128, 4), (128, 256, 4)),
-        "some": ((64, 128, 4), (128, 128, 4), (128, 128, 8)),
-        "many": ((64, 128, 4), (128, 128, 4), (128, 128, 8)),
+    shapes = {  # rows, columns of a part, warps, parts
+        "few": (
+            *((64, 128, 4, 1), (64, 256, 4, 1), (64, 256, 2, 1), (128, 128, 4, 1), (128, 256, 4, 1)),
+            *((16, 128, 4, 4), (16, 128, 8, 8), (32, 128, 2, 2), (32, 128, 4, 4), (32, 128, 8, 8)),
+            *((64, 128, 2, 2), (64, 128, 4, 4), (64, 128, 8, 8)),
+        ),
+        "some": ((64, 128, 4, 1), (128, 128, 4, 1), (128, 128, 8, 1)),
+        "many": ((64, 128, 4, 1), (128, 128, 4, 1), (128, 128, 8, 1)),
     }[regime]
     limits = {"few": (8,), "some": (32, 64), "many": (64, 128, 256)}[regime]
-    all_splits = (2, 4) if layer.kind is Kind.SUMS else (1,)
-    for (block_n, block_k, warps), limit, splits in itertools.product(shapes, limits, all_splits):
+    all_splits = (1,) if layer.kind is Kind.GATED else (1, 2, 4)
+    for (block_n, block_k, warps, parts), limit, splits in itertools.product(shapes, limits, all_splits):
         programs = -(-layer.columns // block_n) * splits
-        weight_bytes = block_n * block_k // (2 if integer else 1)
-        room = SHARED_BYTES // (weight_bytes + limit * block_k * DTYPE.itemsize)
-        length = layer.size // (block_k * splits)
-        if layer.size % (block_k * splits) or length < 4 or not (60 if regime == "many" else 90) <= programs <= 600:
+        weight_bytes = parts * block_n * block_k // (2 if integer else 1)
+        room = SHARED_BYTES // (weight_bytes + parts * limit * block_k * DTYPE.itemsize)
+        length = layer.size // (block_k * splits * parts)
+        if layer.size % (block_k * splits * parts) or length < (4 if parts == 1 else 2):
+            continue
+        if not (60 if regime == "many" else 90) <= programs <= (600 if parts == 1 else 2000):
             continue
         # integers have a group's sums beside all sums
-        if room < 3 or limit * block_n > (2048 if integer else 4096) * warps:
+        if room < 3 or limit * block_n > (2048 if integer else 4096) * (1 if parts > 1 else warps):
             continue
         depths = (1.5, 3) if regime == "few" else (3,)
         wanted = IN_FLIGHT / max(1, programs / NUM_SMS) / weight_bytes
-        all_stages = sorted({max(3, min(2 + math.ceil(wanted * depth), length + 1, room, 12)) for depth in depths})
-        for stages in all_stages:
-            yield PlaneTiles(block_n, block_k, splits, limit, warps, stages)
-        if regime == "few":
-            yield PlaneTiles(block_n, block_k, splits, limit, warps, all_stages[-1], prefetch=True)
+        for stages in sorted({max(3, min(2 + math.ceil(wanted * depth), length + 1, room, 12)) for depth in depths}):
+            yield PlaneTiles(block_n, block_k, splits, limit, warps, stages, parts)
 
 
 def wide_tiles(layer: Layer, tokens: int) -> Iterator[WideTiles]:
@@ -344,7 +350,16 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["int4", "fp8"])
     parser.add_argument("--regimes", nargs="+", choices=list(TOKENS), default=list(TOKENS))
     parser.add_argument("--seconds", type=float, default=100, help="start no new measurement after this long")
+    parser.add_argument("--best", type=Path, help="such a file, whose best tiles for few tokens the arguments are run with")
+    parser.add_argument("arguments", nargs="*", help="of `draftloop bench`")
     args = parser.parse_args()
+    if args.best:
+        rows = [row for row in json.loads(args.best.read_text())["rows"] if row["regime"] == "few"]
+        Int4Weight.measured = with_best(Int4Weight.measured, "int4", rows)
+        Fp8Weight.measured = with_best(Fp8Weight.measured, "fp8", rows)
+        sys.argv = ["draftloop", "bench", *args.arguments]
+        runpy.run_module("draftloop", run_name="__main__")
+        return
     if args.show:
         for row in json.loads(args.show.read_text())["rows"]:
             print(*table(row), sep="\n")

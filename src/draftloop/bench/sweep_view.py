@@ -10,6 +10,7 @@ from typing import Any
 
 from draftloop.kernels.linear_planes import PlaneTiles
 from draftloop.kernels.linear_wide import Kind, WideTiles
+from draftloop.kernels.quantised import Measured
 
 LAST = {"few": 8, "some": 64, "many": 256}
 """The number of tokens up to which an entry counts."""
@@ -39,28 +40,37 @@ def table(row: dict[str, Any]) -> Iterator[str]:
 
 
 def entries(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Of each format and layer the fastest tiles by number of tokens, all of which must split K alike."""
+    """Of each format and layer the fastest tiles by number of tokens."""
     for form, layer in dict.fromkeys((row["format"], row["layer"]) for row in rows):
         cells = [row for row in rows if (row["format"], row["layer"]) == (form, layer)]
-        by_planes = [row for row in cells if form.startswith("int4") or row["regime"] != "many"]
-        alike = [fastest(by_planes, splits) for splits in (1, 2, 4)]
-        if whole := [found for found in alike if len(found) == len(by_planes) > 0]:
-            columns, size, kind = (cells[0][name] for name in ("columns", "size", "kind"))
-            yield f"{form}: ({columns}, {size}, {kind == Kind.SUMS}): {{"
-            for regime, result in min(whole, key=lambda found: sum(result["us"] for result in found.values())).items():
+        if by_tokens := {row["regime"]: found for row in cells if (found := fastest(row, "planes"))}:
+            yield f"{form}: {key(cells[0])}: {{"
+            for regime, result in by_tokens.items():
                 yield f"    {LAST[regime]}: {PlaneTiles(*result['tiles'])},  # {result['us']:.1f} us"
             yield "},"
         for row in cells:
-            if wide := [result for result in usable(row["results"]) if result["name"].startswith("w8a8")]:
-                tiles = WideTiles(*wide[0]["tiles"])
-                yield f"w8a8: ({row['columns']}, {row['size']}, {row['kind']}): {tiles},  # {wide[0]['us']:.1f} us"
+            if wide := fastest(row, "w8a8"):
+                tiles = WideTiles(*wide["tiles"])
+                yield f"w8a8: ({row['columns']}, {row['size']}, {row['kind']}): {tiles},  # {wide['us']:.1f} us"
 
 
-def fastest(rows: list[dict[str, Any]], splits: int) -> dict[str, dict[str, Any]]:
-    """Regime -> the fastest by planes that splits K so."""
-    found = {}
-    for row in rows:
-        by_planes = (result for result in usable(row["results"]) if result["name"].startswith("planes"))
-        if alike := [result for result in by_planes if PlaneTiles(*result["tiles"]).splits == splits]:
-            found[row["regime"]] = alike[0]
-    return found
+def fastest(row: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """The fastest result of a kernel that is called so, if any."""
+    return next((result for result in usable(row["results"]) if result["name"].startswith(name)), None)
+
+
+def key(row: dict[str, Any]) -> tuple[int, int, bool]:
+    """Of a layer in `MEASURED`: N, K, may split."""
+    return row["columns"], row["size"], row["kind"] == Kind.SUMS
+
+
+def with_best(measured: Measured, form: str, rows: list[dict[str, Any]]) -> Measured:
+    """`MEASURED` of a format, with what these rows found for few tokens."""
+    found = {key(row): best for row in rows if row["format"] == form and (best := fastest(row, "planes"))}
+    return {
+        gpu: {
+            layer: {**by_tokens, LAST["few"]: PlaneTiles(*found[layer]["tiles"])} if layer in found else by_tokens
+            for layer, by_tokens in layers.items()
+        }
+        for gpu, layers in measured.items()
+    }

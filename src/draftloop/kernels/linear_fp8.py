@@ -40,24 +40,28 @@ Activations = Literal["none", "dynamic", "static"]
 MEASURED: Measured = {
     "NVIDIA H200": {
         (4096, 14336, True): {
-            8: PlaneTiles(128, 128, 4, 8, 4, 5),  # 17.9 us at 6 tokens, floor 13.7
-            MAX_TOKENS: PlaneTiles(64, 128, 4, 32, 4, 4),  # 19.4 us at 32 tokens
+            8: PlaneTiles(64, 128, 4, 8, 4, 5),  # 17.8 us at 6 tokens, floor 13.7
+            32: PlaneTiles(64, 128, 4, 32, 4, 4),  # 20.3 us at 32 tokens
+            MAX_TOKENS: PlaneTiles(128, 128, 4, 64, 8, 7),  # 22.9 us at 48 tokens
         },
         (28672, 4096, False): {
-            8: PlaneTiles(128, 128, 1, 8, 4, 5),  # about 30 us at 6 tokens, floor 27.4
-            MAX_TOKENS: PlaneTiles(128, 128, 1, 32, 4, 4),  # 31.6 us at 32 tokens
+            8: PlaneTiles(128, 128, 1, 8, 4, 4),  # 29.7 us at 6 tokens, floor 27.4
+            32: PlaneTiles(128, 128, 1, 32, 4, 4),  # 31.5 us at 32 tokens
+            MAX_TOKENS: PlaneTiles(64, 128, 1, 64, 4, 5),  # 43.8 us at 48 tokens
         },
         (6144, 4096, False): {
-            8: PlaneTiles(64, 128, 1, 8, 4, 5),  # 10.2 us at 6 tokens, floor 5.9
-            MAX_TOKENS: PlaneTiles(64, 128, 1, 32, 4, 4),  # 12.5 us at 32 tokens
+            8: PlaneTiles(64, 128, 1, 8, 4, 5),  # 11.0 us at 6 tokens, floor 5.9
+            32: PlaneTiles(64, 128, 1, 32, 4, 4),  # 13.4 us at 32 tokens
+            MAX_TOKENS: PlaneTiles(64, 128, 1, 64, 4, 9),  # 15.7 us at 48 tokens
         },
         (4096, 4096, True): {
-            8: PlaneTiles(64, 128, 4, 8, 4, 5),  # 7.8 us at 6 tokens, floor 3.9
-            MAX_TOKENS: PlaneTiles(64, 128, 4, 32, 4, 4),  # 8.6 us at 32 tokens
+            8: PlaneTiles(128, 128, 4, 8, 4, 5),  # 8.0 us at 6 tokens, floor 3.9
+            32: PlaneTiles(64, 128, 4, 32, 4, 4),  # 8.9 us at 32 tokens
+            MAX_TOKENS: PlaneTiles(128, 128, 4, 64, 8, 7),  # 11.2 us at 48 tokens
         },
     },
 }
-"""From `draftloop.bench.sweep_quantised`, whose words lay otherwise then: see docs/numbers/optimisation-log.md."""
+"""From `draftloop.bench.sweep_quantised`."""
 
 
 class Fp8Values(NamedTuple):

@@ -4,9 +4,14 @@ The words of a tile have the shape and the width of a tile of 16-bit weights, so
 registers as such a tile would, and each plane is taken out of them there, two words at a time. Weights are the M side
 of the products: with few tokens that takes half as many instructions, and no padding beyond 8 tokens.
 
-Values are exact; sums are fp32, and scaled group by group. A zero point that all weights share is taken off each of
-them, exactly. Zero points per group are taken off the group's sum, by a product with ones: the sum is one of values up
-to 31 before, which costs no more than fp32 sums lose anyway.
+Values are exact; sums are fp32, and scaled group by group. Zero points are taken off the group's sum, by a product
+with ones: the sum is one of values up to 31 before, which costs no more than fp32 sums lose anyway. Only where warps
+divide rows, and have no two tiles that could share such a product, is a zero point that all weights share taken off
+each of them.
+
+A program has few tokens' work for its warps: those that divide its rows are one or two to a scheduler, and wait for
+every instruction. Where they divide K instead (`PlaneTiles.parts`), rows are few and programs many, and each warp
+reads tokens of its own.
 
 `packed_values` says how they are packed. All rows of one block of K lie side by side, so that a tile is read as one
 piece.
@@ -31,9 +36,6 @@ MIN_TOKENS = 8
 """Of a product of tensor cores."""
 
 
-_PREFETCH_ASM = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-
-
 class PlaneTiles(NamedTuple):
     """Launch parameters."""
 
@@ -44,8 +46,8 @@ class PlaneTiles(NamedTuple):
     """Of one program."""
     num_warps: int
     num_stages: int
-    prefetch: bool = False
-    """Of a program's first weights into L2, before it waits for the kernel in front."""
+    parts: int = 1
+    """Of a program's columns of K: one to each warp, their sums added up in order; or 1, and warps divide the rows."""
 
 
 @jit()
@@ -76,22 +78,23 @@ def _linear_planes_kernel(
     SCALE_ROWS: tl.constexpr,  # rows that share a scale
     ROW_SCALE: tl.constexpr,
     ZERO: tl.constexpr,
+    OFF_SUMS: tl.constexpr,  # zero points are taken off sums, not off each weight
     SURPLUS: tl.constexpr,
     PLACE: tl.constexpr,
     BASE: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
-    PREFETCH_ASM: tl.constexpr,  # None: no prefetching
     ASM: tl.constexpr,  # None in the interpreter
     MINUS_ASM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some tokens, one block of rows of weights, one split of K."""
+    """Some tokens, one block of rows of weights, one split of K, of whose PARTS each warp has one."""
     HALF: tl.constexpr = x_ptr.dtype.element_ty
     WORDS: tl.constexpr = 128 // PLANES
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -106,52 +109,55 @@ def _linear_planes_kernel(
     if GATED:  # 8 gates, then what they multiply: a thread gets both sums
         i = tl.arange(0, BLOCK_N)
         row = tl.minimum(tl.program_id(1) * OUTPUTS + i // 16 * 8 + i % 8, num_outputs - 1) + i // 8 % 2 * num_outputs
-    if PREFETCH_ASM is not None:
-        for block in tl.static_range(min(STAGES * BLOCK_K, PART) // 128):
-            ahead = packed_ptr + ((split * (PART // 128) + block) * num_columns + row) * WORDS
-            tl.inline_asm_elementwise(PREFETCH_ASM, "=r,l", [ahead.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    # parts are the batch of a batched product, of which each warp gets one
+    part = split * PARTS + tl.arange(0, PARTS)[:, None] if PARTS > 1 else split
+    LENGTH: tl.constexpr = PART // PARTS
+    SUMS: tl.constexpr = [PARTS, BLOCK_N, BLOCK_T] if PARTS > 1 else [BLOCK_N, BLOCK_T]
+    WEIGHTS: tl.constexpr = [PARTS, BLOCK_N, WORDS] if PARTS > 1 else [BLOCK_N, WORDS]
+    live_tokens = t_live[None, None, :] if PARTS > 1 else t_live[None, :]
+    acc = tl.zeros(SUMS, tl.float32)
     scale_row = row // SCALE_ROWS * scale_stride_n
     # of scales the loop reads those of later groups: by itself only what a product takes is read ahead. Where one group
     # is a whole iteration it is the next one, since no pipelined loop may reach past that
-    STEP: tl.constexpr = GROUP if GROUP else PART
+    STEP: tl.constexpr = GROUP if GROUP else LENGTH
     AHEAD: tl.constexpr = 2 if BLOCK_K > STEP else 1
-    group = split * (PART // STEP)
-    last = group + PART // STEP - 1
-    scale, zero = _scale_and_zero(scale_ptr, zero_ptr, row, scale_row, group, num_columns, scale_stride_g, ZERO)
-    group = tl.minimum(group + 1, last)
+    first_group = part * (LENGTH // STEP)
+    last = first_group + LENGTH // STEP - 1
+    scale, zero = _scale_and_zero(scale_ptr, zero_ptr, row, scale_row, first_group, num_columns, scale_stride_g, ZERO)
+    group = tl.minimum(first_group + 1, last)
     next_scale, next_zero = _scale_and_zero(
         scale_ptr, zero_ptr, row, scale_row, group, num_columns, scale_stride_g, ZERO
     )
-    for start in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
         for inner in tl.static_range(0, BLOCK_K, 128):
-            first = split * PART + start + inner
+            block = part * (LENGTH // 128) + (start + inner) // 128
             words = tl.load(
-                packed_ptr + (first // 128 * num_columns + row)[:, None] * WORDS + j[None, :],
-                eviction_policy="evict_first",
+                packed_ptr + tl.expand_dims((block * num_columns + row) * WORDS, -1) + j, eviction_policy="evict_first"
             )
             planes = pair(words, HALF, ASM) if PLANES == 2 else four(words, HALF, BASE, PLACE, ASM)
-            sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32) if GROUP else acc
-            totals = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            sums = tl.zeros(SUMS, tl.float32) if GROUP else acc
+            totals = tl.zeros(SUMS, tl.float32)
             for plane in tl.static_range(PLANES):
-                k = first + WORDS * plane + j
-                live = t_live[None, :] if SIZE % 128 == 0 else t_live[None, :] & (k < SIZE)[:, None]
-                x = tl.load(x_ptr + t[None, :] * SIZE + k[:, None], mask=live, other=0.0)
+                k = tl.expand_dims(block * 128 + WORDS * plane + j, -1)
+                live = live_tokens if SIZE % 128 == 0 else live_tokens & (k < SIZE)
+                x = tl.load(x_ptr + k + t * SIZE, mask=live, other=0.0)
                 weight = planes[plane]
-                if ZERO:
-                    totals = tl.dot(tl.full([BLOCK_N, WORDS], 1.0, HALF), x, totals)
+                if OFF_SUMS:
+                    totals = tl.dot(tl.full(WEIGHTS, 1.0, HALF), x, totals)
                 elif PLANES == 4:
-                    weight = minus(weight, tl.full([BLOCK_N, WORDS], 8.0 + SURPLUS, HALF), MINUS_ASM)
+                    weight = minus(weight, tl.full(WEIGHTS, 8.0 + SURPLUS, HALF), MINUS_ASM)
                 sums = tl.dot(weight, x, sums)
                 if GROUP and (WORDS * plane + WORDS) % GROUP == 0:
                     if ZERO:
-                        sums -= totals * (zero.to(tl.float32) + SURPLUS)[:, None]
-                    acc += sums * scale.to(tl.float32)[:, None]
-                    sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-                    totals = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-                    group = tl.minimum((first + WORDS * plane) // GROUP + AHEAD, last)
+                        sums -= totals * tl.expand_dims(zero.to(tl.float32) + SURPLUS, -1)
+                    elif OFF_SUMS:
+                        sums -= totals * (8.0 + SURPLUS)
+                    acc += sums * tl.expand_dims(scale.to(tl.float32), -1)
+                    sums = tl.zeros(SUMS, tl.float32)
+                    totals = tl.zeros(SUMS, tl.float32)
+                    group = tl.minimum(first_group + (start + inner + WORDS * plane) // GROUP + AHEAD, last)
                     later_scale, later_zero = _scale_and_zero(
                         scale_ptr, zero_ptr, row, scale_row, group, num_columns, scale_stride_g, ZERO
                     )
@@ -163,6 +169,8 @@ def _linear_planes_kernel(
                 acc = sums
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if PARTS > 1:
+        acc = tl.sum(acc, 0)
     if ROW_SCALE:
         acc *= tl.load(row_scale_ptr + row)[:, None]
     if BIAS:
@@ -209,11 +217,13 @@ def launch_arguments(
     """The kernel's arguments, grid and options; for `out` see `linear_planes_triton`."""
     (num_tokens, size), dtype = x_TK.shape, x_TK.dtype
     blocks, num_columns, _ = weight.packed_BNJ.shape
-    assert blocks * BLOCK % (tiles.block_k * tiles.splits) == 0
+    assert blocks * BLOCK % (tiles.block_k * tiles.splits * tiles.parts) == 0
     assert tiles.splits == 1 or activation is None
+    assert tiles.parts in (1, tiles.num_warps)
     block_t = tiles.max_tokens if is_wanted() else min(tiles.max_tokens, max(MIN_TOKENS, next_power_of_2(num_tokens)))
     integer = weight.num_planes == 4
-    mantissa = (LOWEST if weight.zero_GN is None else HIGHEST)[dtype]
+    off_sums = integer and (weight.zero_GN is not None or tiles.parts > 1)
+    mantissa = (HIGHEST if off_sums else LOWEST)[dtype]
     asm = int4_asm(mantissa.base(dtype), mantissa.place) if integer else FP8_ASM[dtype]
     arguments = (
         x_TK,
@@ -235,18 +245,19 @@ def launch_arguments(
         SCALE_ROWS=weight.scale_rows,
         ROW_SCALE=weight.row_scale_N is not None,
         ZERO=weight.zero_GN is not None,
+        OFF_SUMS=off_sums,
         SURPLUS=mantissa.surplus,
         PLACE=mantissa.place,
         BASE=mantissa.base(dtype),
         BIAS=bias_N is not None,
         GATED=activation is not None,
         GELU=activation == "gelu_tanh",
-        PREFETCH_ASM=_PREFETCH_ASM if tiles.prefetch and x_TK.is_cuda else None,
         ASM=asm if x_TK.is_cuda else None,
         MINUS_ASM=MINUS_ASM[dtype] if x_TK.is_cuda else None,
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
+        PARTS=tiles.parts,
         STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

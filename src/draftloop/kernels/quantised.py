@@ -31,7 +31,8 @@ MAX_TOKENS = 128
 INVARIANT_TOKENS = 64
 """The tiles of this many serve any number where a token's sums must not depend on the others."""
 TilesByTokens = Mapping[int, PlaneTiles]
-"""The last number of tokens, ascending -> tiles up to it. K is split alike in all of them."""
+"""The last number of tokens, ascending -> tiles up to it. A token's sums have the same bits up to that number; beyond it,
+only where K is divided alike."""
 Measured = Mapping[str, Mapping[tuple[int, int, bool], TilesByTokens]]
 """GPU -> (N, K, may split) -> the fastest tiles."""
 
