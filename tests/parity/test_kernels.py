@@ -182,6 +182,31 @@ def test_rope_write(
     assert (cache[:, untouched] == 7).all()
 
 
+@DTYPES
+@pytest.mark.parametrize("run", [rope_write_torch, rope_write_triton])
+@pytest.mark.parametrize("rotary_dim", [64, 32])
+def test_rope_write_adds_up_split_sums(
+    run: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, rotary_dim: int
+) -> None:
+    """Rounded as the layer rounds that is not split: the same bits, with norms and without."""
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 4 * 64, device=device).to(dtype)
+    sums = qkv.float() * torch.tensor([0.5, 0.25, 0.25], device=device).view(3, 1, 1)
+    slots, cos_sin = torch.tensor([17, 18, 40], device=device), torch.rand(50, rotary_dim, device=device)
+    norms = torch.randn(2, 64, device=device).to(dtype)
+    for names in ({}, dict(zip(("q_norm_D", "k_norm_D"), norms, strict=True))):
+        found = []
+        for x in (qkv, sums):
+            kv = torch.zeros(2, 3, 16, 1, 64, dtype=dtype, device=device)
+            q = run(x, slots, slots, cos_sin, kv, num_heads=2, num_kv_heads=1, head_dim=64, dtype=dtype, **names)
+            found.append((q, kv))
+        (q, kv), (q_of_sums, kv_of_sums) = found
+        assert q_of_sums.dtype == dtype
+        assert torch.equal(q_of_sums, q)
+        assert torch.equal(kv_of_sums, kv)
+        assert kv.any()
+
+
 def test_rope_write_picks_the_reference_on_cpu() -> None:
     qkv, kv = torch.randn(1, 3 * 64), torch.zeros(2, 2, 16, 1, 64)
     slot = torch.tensor([17])

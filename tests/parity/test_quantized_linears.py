@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftloop.kernels.batch_invariance import batch_invariant
 from draftloop.kernels.gated_linear import Activation, gated, gated_linear
-from draftloop.kernels.linear import linear, residual_linear
+from draftloop.kernels.linear import linear, qkv_linear, residual_linear
 from draftloop.kernels.linear_fp8 import FP8, Activations, Fp8Values, Fp8Weight, quantise_activations, quantise_fp8
 from draftloop.kernels.linear_int4 import Int4Values, Int4Weight, pack, quantise_int4, unpack
 from draftloop.kernels.linear_planes import PlaneTiles
@@ -347,6 +347,24 @@ def test_real_shapes(shape: tuple[int, int], name: str, tokens: int) -> None:
     gate = gated_linear(x[:tokens], weight)
     assert off(gate, silu_mul_torch(expected.bfloat16()).double()) < 2**-6
     assert torch.equal(gated_linear(x, weight)[:tokens], gate)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [Fp8Weight, Int4Weight])
+def test_sums_in_front_of_the_rotation(monkeypatch: pytest.MonkeyPatch, form: type[Fp8Weight | Int4Weight]) -> None:
+    """Split where that was measured, for few tokens and wherever the number of tokens plays no part."""
+    weight, floats = make("fp8 per column" if form is Fp8Weight else "int4 of 128", 384, 1024, CUDA)
+    x = torch.randn(200, 1024, device=CUDA).bfloat16()
+    assert qkv_linear(x[:6], weight).shape == (6, 384)
+    split = {8: SMALL._replace(splits=2), 64: SMALL}
+    gpu = torch.cuda.get_device_name(CUDA)
+    monkeypatch.setattr(form, "measured", {gpu: {(384, 1024, True): split}})
+    for tokens in (6, 48, 200):
+        out = qkv_linear(x[:tokens], weight)
+        assert out.dim() == (3 if tokens == 6 else 2)
+        expected = x[:tokens].double() @ floats.double().T
+        assert off(out.sum(0) if out.dim() == 3 else out, expected) < 2**-6
+    assert batch_invariant(qkv_linear)(x, weight).shape == (200, 384)
 
 
 @pytest.mark.gpu

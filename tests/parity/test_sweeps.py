@@ -20,6 +20,8 @@ from draftloop.kernels.linear_wide import Kind
 def small(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> torch.device:
     """The device, for a sweep of small layers."""
     monkeypatch.setattr(sweep_quantised, "COLD_BYTES", 1)
+    monkeypatch.setattr(sweep_quantised, "HEAD_DIM", 16)
+    monkeypatch.setattr(sweep_quantised, "NUM_KV_HEADS", 1)
     monkeypatch.setattr(sweep_quantised, "TOKENS", {"few": (3, 1), "some": (5,)})
     if device.type == "cpu":
         for sweep in (sweep_quantised, sweep_experts):
@@ -55,9 +57,10 @@ def test_experts(small: torch.device) -> None:
 @pytest.mark.parametrize("form", ["fp8", "int4"])
 def test_quantised_layers(small: torch.device, form: str) -> None:
     rows = []
-    for kind in (Kind.GATED, Kind.SUMS):
+    tiles = PlaneTiles(32, 128, 2, 8, 4, 3)
+    for kind in (Kind.GATED, Kind.PLAIN, Kind.SUMS):
         layer = sweep_quantised.Layer(kind.value, 64, 256, kind)
-        tiles = PlaneTiles(32, 128, 2 if kind is Kind.SUMS else 1, 8, 4, 3)
+        tiles = tiles._replace(splits=1 if kind is Kind.GATED else 2)
         found = [(sweep_quantised.planes(layer, tiles), done())]
         copies = sweep_quantised.copies_of(form, layer, small)
         for regime in ("few", "some"):
@@ -69,8 +72,15 @@ def test_quantised_layers(small: torch.device, form: str) -> None:
     assert "    64: PlaneTiles(block_n=32, block_k=128, splits=2" in printed
     other = {64: tiles._replace(splits=1)}
     measured = {"a GPU": {(64, 256, True): other, (8, 8, False): other}}
-    best = sweep_view.with_best(measured, form, [row for row in rows if row["regime"] == "few"])
-    assert best == {"a GPU": {(64, 256, True): {**other, 8: tiles}, (8, 8, False): other}}
+    best = sweep_view.with_best(measured, form, [row for row in rows if row["regime"] == "few"])["a GPU"]
+    assert best[64, 256, True] == {**other, 8: tiles}
+    assert best[64, 256, False] == {8: tiles._replace(splits=1)}
+    assert best[8, 8, False] == other
+    # a layer that was whole, and is split for few tokens
+    best = sweep_view.with_best(
+        {"a GPU": {(64, 256, False): other}}, form, [row for row in rows if row["regime"] == "few"]
+    )
+    assert best["a GPU"][64, 256, True][64].splits == 1
 
 
 def test_candidates_fit() -> None:

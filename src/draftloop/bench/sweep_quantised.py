@@ -3,12 +3,12 @@
     python -m draftloop.bench.sweep_quantised --formats fp8 --out fp8.json   # on the GPU; keeps what it has if cut off
     python -m draftloop.bench.sweep_quantised --show fp8.json                # anywhere: the tables again
     python -m draftloop.bench.sweep_quantised --entries fp8.json             # anywhere: the entries of `MEASURED`
-    python -m draftloop.bench.sweep_quantised --best fp8.json -- latency ... # `draftloop bench`, its tiles for few tokens
+    python -m draftloop.bench.sweep_quantised --best fp8.json -- latency ... # `draftloop bench` with what few tokens like
 
 All layers are timed at few tokens, then at some, then at many, with the candidates of each. Every result is compared
 with exact sums first: what is wrong is listed and cannot win. Every time includes the kernel that follows the layer in
-a model: the norm that adds up the sums of split layers, and the gated activation where a candidate does not include it.
-"bf16" is the same layer with plain weights, as the engine runs it.
+a model: the norm or the rotation that adds up the sums of split layers, and the gated activation where a candidate does
+not include it. "bf16" is the same layer with plain weights, as the engine runs it, "bf16_split" with K split.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from draftloop.bench.sweep_report import SweepReport
 from draftloop.bench.sweep_view import entries, table, usable, with_best
 from draftloop.kernels import linear_planes, linear_w8a8
 from draftloop.kernels.gated_linear import gated_linear
-from draftloop.kernels.linear import linear, residual_linear
+from draftloop.kernels.linear import Tiles, linear_split_triton, qkv_linear, residual_linear
 from draftloop.kernels.linear_fp8 import Fp8Weight
 from draftloop.kernels.linear_int4 import Int4Weight
 from draftloop.kernels.linear_planes import PlaneTiles
@@ -41,6 +41,7 @@ from draftloop.kernels.linear_wide import Kind, WideTiles, token_parts
 from draftloop.kernels.packed_values import BLOCK
 from draftloop.kernels.quantised import QuantisedWeight
 from draftloop.kernels.rms_norm import add_rms_norm
+from draftloop.kernels.rope_write import rope_write
 from draftloop.kernels.silu_mul import silu_mul
 
 FORMATS: dict[str, Callable[[int, int, torch.device], QuantisedWeight]] = {
@@ -66,6 +67,12 @@ LAYERS = [
     Layer("qkv", 6144, 4096, Kind.PLAIN),
     Layer("o", 4096, 4096, Kind.SUMS),
 ]
+HEAD_DIM, NUM_KV_HEADS = 128, 8
+SPLIT_QKV = (
+    *(Tiles(64, 128, 2, 4, 5), Tiles(64, 128, 4, 4, 3), Tiles(64, 128, 4, 4, 4)),
+    *(Tiles(32, 256, 2, 4, 4), Tiles(128, 128, 4, 4, 4)),
+)
+"""Of plain weights."""
 TOKENS = {"few": (6, 1), "some": (48, 32, 64), "many": (192, 96)}
 """All candidates are timed at the first number, the fastest at the others too."""
 FINALISTS = 3
@@ -162,13 +169,20 @@ def scaled_mm(copy: Copy, x: Tensor) -> Tensor:
 def plain(layer: Layer, copy: Copy, x: Tensor) -> Tensor:
     if layer.kind is Kind.GATED and x.shape[0] > 64:
         return gated_linear(x, copy.plain)
-    return (residual_linear if layer.kind is Kind.SUMS else linear)(x, copy.plain)
+    return (residual_linear if layer.kind is Kind.SUMS else qkv_linear)(x, copy.plain)
+
+
+def plain_split(tiles: Tiles, copy: Copy, x: Tensor) -> Tensor:
+    return linear_split_triton(x, copy.plain, tiles=tiles)
 
 
 def candidates(form: str, layer: Layer, regime: str) -> Iterator[Candidate]:
     tokens = TOKENS[regime][0]
     yield Candidate("bf16", (), None, functools.partial(plain, layer))
     yield Candidate("engine", (), None, functools.partial(engine, layer))
+    if layer.kind is Kind.PLAIN and regime == "few" and form == "fp8":
+        for split in SPLIT_QKV:
+            yield Candidate("bf16_split", split, None, functools.partial(plain_split, split))
     if regime == "many" and form == "fp8":
         yield Candidate("scaled_mm", (), None, scaled_mm, "rounded")
         for tiles in wide_tiles(layer, tokens):
@@ -182,7 +196,7 @@ def engine(layer: Layer, copy: Copy, x: Tensor) -> Tensor:
     """What the engine does now."""
     if layer.kind is Kind.GATED:
         return gated_linear(x, copy.weight)
-    return (residual_linear if layer.kind is Kind.SUMS else linear)(x, copy.weight)
+    return (residual_linear if layer.kind is Kind.SUMS else qkv_linear)(x, copy.weight)
 
 
 def plane_tiles(layer: Layer, regime: str, *, integer: bool) -> Iterator[PlaneTiles]:
@@ -191,17 +205,15 @@ def plane_tiles(layer: Layer, regime: str, *, integer: bool) -> Iterator[PlaneTi
     Compiled for sm_90 none of them spills, and all read ahead; 8 warps that divide rows do not with integers and 8
     tokens, of which each thread would copy 2 bytes.
     """
+    rows = ((64, 256, 4, 1), (64, 256, 2, 1)) if integer else ((64, 128, 4, 1), (128, 128, 4, 1))
+    parts = ((16, 4), (32, 2), (32, 4), (32, 8), (64, 2), (64, 4))
     shapes = {  # rows, columns of a part, warps, parts
-        "few": (
-            *((64, 128, 4, 1), (64, 256, 4, 1), (64, 256, 2, 1), (128, 128, 4, 1), (128, 256, 4, 1)),
-            *((16, 128, 4, 4), (16, 128, 8, 8), (32, 128, 2, 2), (32, 128, 4, 4), (32, 128, 8, 8)),
-            *((64, 128, 2, 2), (64, 128, 4, 4), (64, 128, 8, 8)),
-        ),
+        "few": (*rows, *((block_n, BLOCK, count, count) for block_n, count in parts)),
         "some": ((64, 128, 4, 1), (128, 128, 4, 1), (128, 128, 8, 1)),
         "many": ((64, 128, 4, 1), (128, 128, 4, 1), (128, 128, 8, 1)),
     }[regime]
     limits = {"few": (8,), "some": (32, 64), "many": (64, 128, 256)}[regime]
-    all_splits = (1,) if layer.kind is Kind.GATED else (1, 2, 4)
+    all_splits = (1, 2, 4) if layer.kind is Kind.SUMS or (layer.kind is Kind.PLAIN and regime == "few") else (1,)
     for (block_n, block_k, warps, parts), limit, splits in itertools.product(shapes, limits, all_splits):
         programs = -(-layer.columns // block_n) * splits
         weight_bytes = parts * block_n * block_k // (2 if integer else 1)
@@ -282,16 +294,24 @@ def measure(cell: Cell, copies: list[Copy], device: torch.device) -> dict[str, A
     layer = cell.layer
     exact_NK = copies[0].weight.dequantise(torch.float32)
     norm = torch.ones(layer.columns, dtype=DTYPE, device=device)
+    slots = torch.arange(16, 16 + max(TOKENS[cell.regime]), device=device)
+    cos_sin = torch.ones(len(slots) + 16, HEAD_DIM, device=device)
+    cache = torch.zeros(2, 2 + len(slots) // 16, 16, NUM_KV_HEADS, HEAD_DIM, dtype=DTYPE, device=device)
     many = cell.regime == "many"
 
     def rest(out: Tensor, residual: Tensor) -> Tensor:
         if layer.kind is Kind.SUMS:
             return add_rms_norm(out, residual, norm, 1e-5)[0]
-        return silu_mul(out) if layer.kind is Kind.GATED and out.shape[-1] == layer.columns else out
+        if layer.kind is Kind.GATED:
+            return silu_mul(out) if out.shape[-1] == layer.columns else out
+        at = slots[: out.shape[-2]]
+        heads = layer.columns // HEAD_DIM - 2 * NUM_KV_HEADS
+        kind = {"num_heads": heads, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
+        return rope_write(out, at, at, cos_sin, cache, **kind, dtype=DTYPE)
 
     def error(candidate: Candidate, x: Tensor) -> float:
         out = candidate.run(copies[0], x)
-        weight_NK = copies[0].plain.float() if candidate.name == "bf16" else exact_NK
+        weight_NK = copies[0].plain.float() if candidate.name.startswith("bf16") else exact_NK
         expected = x.float() @ weight_NK.T
         if out.shape[-1] != layer.columns:
             expected = silu_mul(expected.to(DTYPE)).float()
@@ -350,7 +370,9 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["int4", "fp8"])
     parser.add_argument("--regimes", nargs="+", choices=list(TOKENS), default=list(TOKENS))
     parser.add_argument("--seconds", type=float, default=100, help="start no new measurement after this long")
-    parser.add_argument("--best", type=Path, help="such a file, whose best tiles for few tokens the arguments are run with")
+    parser.add_argument(
+        "--best", type=Path, help="such a file, whose best tiles for few tokens the arguments are run with"
+    )
     parser.add_argument("arguments", nargs="*", help="of `draftloop bench`")
     args = parser.parse_args()
     if args.best:

@@ -5,12 +5,12 @@ Rows and results are those of the sweep's JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from draftloop.kernels.linear_planes import PlaneTiles
 from draftloop.kernels.linear_wide import Kind, WideTiles
-from draftloop.kernels.quantised import Measured
+from draftloop.kernels.quantised import Measured, TilesByTokens
 
 LAST = {"few": 8, "some": 64, "many": 256}
 """The number of tokens up to which an entry counts."""
@@ -44,7 +44,7 @@ def entries(rows: list[dict[str, Any]]) -> Iterator[str]:
     for form, layer in dict.fromkeys((row["format"], row["layer"]) for row in rows):
         cells = [row for row in rows if (row["format"], row["layer"]) == (form, layer)]
         if by_tokens := {row["regime"]: found for row in cells if (found := fastest(row, "planes"))}:
-            yield f"{form}: {key(cells[0])}: {{"
+            yield f"{form}: {key(cells[0], next(iter(by_tokens.values())))}: {{"
             for regime, result in by_tokens.items():
                 yield f"    {LAST[regime]}: {PlaneTiles(*result['tiles'])},  # {result['us']:.1f} us"
             yield "},"
@@ -59,18 +59,22 @@ def fastest(row: dict[str, Any], name: str) -> dict[str, Any] | None:
     return next((result for result in usable(row["results"]) if result["name"].startswith(name)), None)
 
 
-def key(row: dict[str, Any]) -> tuple[int, int, bool]:
+def key(row: dict[str, Any], result: dict[str, Any]) -> tuple[int, int, bool]:
     """Of a layer in `MEASURED`: N, K, may split."""
-    return row["columns"], row["size"], row["kind"] == Kind.SUMS
+    return row["columns"], row["size"], row["kind"] == Kind.SUMS or PlaneTiles(*result["tiles"]).splits > 1
 
 
 def with_best(measured: Measured, form: str, rows: list[dict[str, Any]]) -> Measured:
     """`MEASURED` of a format, with what these rows found for few tokens."""
-    found = {key(row): best for row in rows if row["format"] == form and (best := fastest(row, "planes"))}
-    return {
-        gpu: {
-            layer: {**by_tokens, LAST["few"]: PlaneTiles(*found[layer]["tiles"])} if layer in found else by_tokens
-            for layer, by_tokens in layers.items()
-        }
-        for gpu, layers in measured.items()
-    }
+    found = {key(row, best): best for row in rows if row["format"] == form and (best := fastest(row, "planes"))}
+    return {gpu: {**layers, **_with_few(layers, found)} for gpu, layers in measured.items()}
+
+
+def _with_few(
+    layers: Mapping[tuple[int, int, bool], TilesByTokens], found: dict[tuple[int, int, bool], dict[str, Any]]
+) -> dict[tuple[int, int, bool], TilesByTokens]:
+    new: dict[tuple[int, int, bool], TilesByTokens] = {}
+    for layer, best in found.items():
+        others = layers.get(layer) or layers.get((*layer[:2], False), {})  # the first that splits leaves the rest whole
+        new[layer] = {**others, LAST["few"]: PlaneTiles(*best["tiles"])}
+    return new

@@ -327,6 +327,18 @@ def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, out
     return out_TN if bias_N is None else out_TN.add_(bias_N)
 
 
+def qkv_linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) -> Tensor:
+    """`linear` for layers whose output goes into `rope_write`, which takes either thing this returns.
+
+    [T, N], or fp32 [X, T, N] to be added up over X: of few tokens, where splitting K was measured to be faster.
+    """
+    if x_TK.is_cuda and (is_wanted() or x_TK.shape[0] <= MAX_TOKENS):
+        measured = MEASURED if isinstance(weight_NK, Tensor) else weight_NK.measured_on(x_TK.device)
+        if (*weight_NK.shape, True) in measured:
+            return residual_linear(x_TK, weight_NK, bias_N)
+    return linear(x_TK, weight_NK, bias_N)
+
+
 def residual_linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) -> Tensor:
     """`linear` for layers whose output goes into `add_rms_norm`, which takes either thing this returns.
 

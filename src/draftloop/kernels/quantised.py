@@ -31,8 +31,8 @@ MAX_TOKENS = 128
 INVARIANT_TOKENS = 64
 """The tiles of this many serve any number where a token's sums must not depend on the others."""
 TilesByTokens = Mapping[int, PlaneTiles]
-"""The last number of tokens, ascending -> tiles up to it. A token's sums have the same bits up to that number; beyond it,
-only where K is divided alike."""
+"""The last number of tokens, ascending -> tiles up to it. A token's sums have the same bits for any number of others up
+to the first last one, and beyond it where K is divided alike."""
 Measured = Mapping[str, Mapping[tuple[int, int, bool], TilesByTokens]]
 """GPU -> (N, K, may split) -> the fastest tiles."""
 
@@ -163,6 +163,10 @@ class QuantisedWeight(torch.nn.Module, ABC):
         """As measured, or chosen."""
         found = self.measured.get(gpu, {}).get((*self.shape, may_split))
         return found or choose(*self.shape, num_sms, may_split=may_split)
+
+    def measured_on(self, device: torch.device) -> Mapping[tuple[int, int, bool], TilesByTokens]:
+        """What was measured on such a GPU, of all layers."""
+        return self.measured.get(gpu_name(device), {})
 
 
 class Part(NamedTuple):

@@ -1,7 +1,7 @@
 """Between the qkv projection and attention: head norms, rotary embedding, keys and values into the pages.
 
 Shape suffixes: T tokens, E = (H + 2G) * D columns of the fused projection (q, then k, then v), H query
-heads, G key/value heads, D head size, L positions, P pages, S tokens per page.
+heads, G key/value heads, D head size, L positions, P pages, S tokens per page, X splits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FEW_TOKENS = 64
 
 
 def rope_write_torch(
-    qkv_TE: Tensor,
+    qkv: Tensor,
     positions_T: Tensor,
     slots_T: Tensor,
     cos_sin_LD: Tensor,
@@ -30,8 +30,10 @@ def rope_write_torch(
     q_norm_D: Tensor | None = None,
     k_norm_D: Tensor | None = None,
     eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Reference of `rope_write`. Six aten calls that are not views in the plain fp32 case."""
+    qkv_TE = qkv.sum(0).to(dtype) if qkv.dim() == 3 else qkv
     num_rotated = num_heads + num_kv_heads
     heads = qkv_TE.view(-1, num_rotated + num_kv_heads, head_dim)
     qk = heads[:, :num_rotated]
@@ -73,6 +75,7 @@ def _rope_write_kernel(
     q_out_ptr,
     kv_ptr,
     qkv_stride,
+    split_stride,
     cos_sin_stride,
     side_stride,
     page_stride,
@@ -83,6 +86,7 @@ def _rope_write_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,  # of the rotated dimensions
+    SPLITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -92,7 +96,7 @@ def _rope_write_kernel(
     PDL: tl.constexpr,
 ):
     """One token, some heads. A value is a head with nothing to norm and an angle of 0."""
-    dtype = qkv_ptr.dtype.element_ty
+    dtype = q_out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     is_query = head < NUM_HEADS
@@ -103,9 +107,9 @@ def _rope_write_kernel(
 
     if PDL:
         tl.extra.cuda.gdc_wait()
-    in_offset = token * qkv_stride + (head * HEAD_DIM)[:, None]
-    first = tl.load(qkv_ptr + in_offset + d[None, :], mask=live, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptr + in_offset + HALF + d[None, :], mask=live, other=0.0).to(tl.float32)
+    head_ptr = qkv_ptr + token * qkv_stride + (head * HEAD_DIM)[:, None]
+    first = _added_up(head_ptr + d[None, :], live, split_stride, SPLITS, dtype)
+    second = _added_up(head_ptr + HALF + d[None, :], live, split_stride, SPLITS, dtype)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
     angle_ptr = cos_sin_ptr + position * cos_sin_stride + d
@@ -117,7 +121,7 @@ def _rope_write_kernel(
     if BLOCK_REST > 0:
         r = 2 * HALF + tl.arange(0, BLOCK_REST)
         rest_live = head_live[:, None] & (r < HEAD_DIM)[None, :]
-        rest = tl.load(qkv_ptr + in_offset + r[None, :], mask=rest_live, other=0.0).to(tl.float32)
+        rest = _added_up(head_ptr + r[None, :], rest_live, split_stride, SPLITS, dtype)
 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -155,6 +159,17 @@ def _rope_write_kernel(
 
 
 @jit()
+def _added_up(pointers, live, split_stride, SPLITS: tl.constexpr, dtype: tl.constexpr):
+    """In fp32, rounded to the model's dtype as a layer that is not split rounds."""
+    x = tl.load(pointers, mask=live, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(pointers + split * split_stride, mask=live, other=0.0)
+    if SPLITS > 1:
+        x = x.to(dtype).to(tl.float32)
+    return x
+
+
+@jit()
 def _to_cache(x, kv_ptr, FP8: tl.constexpr):
     """What the cache holds of it."""
     if FP8:
@@ -171,7 +186,7 @@ def _head_weight(q_norm_ptr, k_norm_ptr, column, live, is_query, is_value):
 
 
 def rope_write_triton(
-    qkv_TE: Tensor,
+    qkv: Tensor,
     positions_T: Tensor,
     slots_T: Tensor,
     cos_sin_LD: Tensor,
@@ -183,27 +198,32 @@ def rope_write_triton(
     q_norm_D: Tensor | None = None,
     k_norm_D: Tensor | None = None,
     eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Twin of `rope_write_torch`, one launch."""
-    num_tokens = qkv_TE.shape[0]
+    qkv_XTE = qkv if qkv.dim() == 3 else qkv.unsqueeze(0)
+    splits, num_tokens, _ = qkv_XTE.shape
     side_stride, page_stride, token_stride, head_stride, last_stride = kv_2PSGD.stride()
-    assert qkv_TE.stride(1) == cos_sin_LD.stride(1) == last_stride == 1
+    assert qkv_XTE.stride(2) == cos_sin_LD.stride(1) == last_stride == 1
+    assert splits == 1 or dtype is not None
     norm = q_norm_D is not None and k_norm_D is not None
-    q_THD = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv_TE.dtype, device=qkv_TE.device)
+    dtype = dtype if qkv.dim() == 3 else qkv.dtype
+    q_THD = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=qkv.device)
     half = cos_sin_LD.shape[1] // 2
     rest = head_dim - 2 * half
     block_heads, num_warps = (4, 1) if num_tokens <= FEW_TOKENS else (16, 4)
     if num_tokens:
         _rope_write_kernel[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // block_heads))](
-            qkv_TE,
+            qkv,
             positions_T,
             slots_T,
             cos_sin_LD,
-            q_norm_D if norm else qkv_TE,
-            k_norm_D if norm else qkv_TE,
+            q_norm_D if norm else qkv,
+            k_norm_D if norm else qkv,
             q_THD,
             kv_2PSGD,
-            qkv_TE.stride(0),
+            qkv_XTE.stride(1),
+            qkv_XTE.stride(0),
             cos_sin_LD.stride(0),
             side_stride,
             page_stride,
@@ -214,6 +234,7 @@ def rope_write_triton(
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             HALF=half,
+            SPLITS=splits,
             PAGE_SIZE=kv_2PSGD.shape[2],
             NORM=norm,
             BLOCK_HEADS=block_heads,
@@ -221,13 +242,13 @@ def rope_write_triton(
             BLOCK_REST=next_power_of_2(rest) if rest else 0,
             FP8=kv_2PSGD.dtype is FP8,
             num_warps=num_warps,
-            **pdl_options(qkv_TE.device),
+            **pdl_options(qkv.device),
         )
     return q_THD
 
 
 def rope_write(
-    qkv_TE: Tensor,
+    qkv: Tensor,
     positions_T: Tensor,
     slots_T: Tensor,
     cos_sin_LD: Tensor,
@@ -239,21 +260,25 @@ def rope_write(
     q_norm_D: Tensor | None = None,
     k_norm_D: Tensor | None = None,
     eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Write this pass's keys and values to their slots; return the rotated queries, [T, H, D].
+
+    `qkv` is [T, E], or fp32 [X, T, E]: sums that a linear layer split along K left to be added up, which is done in
+    order, in fp32, and rounded to `dtype`, the model's.
 
     `cos_sin_LD` is fp32 [L, rotary_dim], cosines in the first half; dimensions past rotary_dim pass
     through. Halves are rotated, not neighbours. `q_norm_D` and `k_norm_D`, both or neither, are the
     weights of an RMS norm over each head before the rotation. Padding tokens carry slots of page 0,
     where writes may collide. The cache may be of the model's dtype, or of e4m3.
     """
-    if native.takes_rope_write(qkv_TE, positions_T, slots_T, cos_sin_LD, kv_2PSGD, q_norm_D, k_norm_D):
-        q_TQD = torch.empty(qkv_TE.shape[0], num_heads, head_dim)
-        native.rope_write(qkv_TE, positions_T, slots_T, cos_sin_LD, q_norm_D, k_norm_D, q_TQD, kv_2PSGD, eps)
+    if qkv.dim() == 2 and native.takes_rope_write(qkv, positions_T, slots_T, cos_sin_LD, kv_2PSGD, q_norm_D, k_norm_D):
+        q_TQD = torch.empty(qkv.shape[0], num_heads, head_dim)
+        native.rope_write(qkv, positions_T, slots_T, cos_sin_LD, q_norm_D, k_norm_D, q_TQD, kv_2PSGD, eps)
         return q_TQD
-    run = rope_write_triton if qkv_TE.is_cuda else rope_write_torch
+    run = rope_write_triton if qkv.is_cuda else rope_write_torch
     return run(
-        qkv_TE,
+        qkv,
         positions_T,
         slots_T,
         cos_sin_LD,
@@ -264,4 +289,5 @@ def rope_write(
         q_norm_D=q_norm_D,
         k_norm_D=k_norm_D,
         eps=eps,
+        dtype=dtype,
     )

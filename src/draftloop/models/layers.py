@@ -13,7 +13,7 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch
 from draftloop.distributed.group import ALONE, Group
 from draftloop.errors import ConfigError
 from draftloop.kernels.gated_linear import gated, gated_linear
-from draftloop.kernels.linear import linear
+from draftloop.kernels.linear import linear, qkv_linear
 from draftloop.kernels.lora import LoraStack, adapted
 from draftloop.kernels.quantised import QuantisedWeight
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
@@ -104,11 +104,12 @@ class Attention(torch.nn.Module):
 
     def write(self, x_TC: Tensor, kv_2PSGD: Tensor, cos_sin_LD: Tensor, batch: AttentionBatch) -> Tensor:
         """Write this pass's keys and values to the cache, and return its queries, [T, heads, head size]."""
-        qkv_TE = adapted(linear(x_TC, self.qkv_weight, self.qkv_bias), x_TC, batch.adapters_T, self.qkv_lora)
+        project = linear if self.whole_norm else qkv_linear
+        qkv = adapted(project(x_TC, self.qkv_weight, self.qkv_bias), x_TC, batch.adapters_T, self.qkv_lora)
         if self.whole_norm:
-            qkv_TE = self._normed(qkv_TE)
+            qkv = self._normed(qkv)
         return rope_write(
-            qkv_TE,
+            qkv,
             batch.positions_T,
             batch.slots_T,
             cos_sin_LD,
@@ -119,6 +120,7 @@ class Attention(torch.nn.Module):
             q_norm_D=None if self.whole_norm else self.q_norm,
             k_norm_D=None if self.whole_norm else self.k_norm,
             eps=self.eps,
+            dtype=x_TC.dtype,
         )
 
     def _normed(self, qkv_TE: Tensor) -> Tensor:
