@@ -3,7 +3,7 @@
     python -m draftloop.bench.sweep_quantised --formats fp8 --out fp8.json   # on the GPU; keeps what it has if cut off
     python -m draftloop.bench.sweep_quantised --show fp8.json                # anywhere: the tables again
     python -m draftloop.bench.sweep_quantised --entries fp8.json             # anywhere: the entries of `MEASURED`
-    python -m draftloop.bench.sweep_quantised --best fp8.json -- latency ... # `draftloop bench` with what few tokens like
+    python -m draftloop.bench.sweep_quantised --best fp8.json -- latency ...   # `draftloop bench` with its tiles
 
 All layers are timed at few tokens, then at some, then at many, with the candidates of each. Every result is compared
 with exact sums first: what is wrong is listed and cannot win. Every time includes the kernel that follows the layer in
