@@ -28,6 +28,7 @@ from helpers import (
     tiny_model,
     works_on_host,
 )
+from parallel import tiny_pard
 
 load_drafters()
 
@@ -112,6 +113,37 @@ def test_the_length_limit_inside_a_block_is_met_exactly(name, index):
         assert answer.finish_reason == "length"
         assert answer.token_ids == expected(name, prompt, 40, max_model_len=40)
     assert_all_free(llm)
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(DRAFTERS) if "max_model_len" in DRAFTERS[name].options])
+def test_a_row_past_the_drafters_own_length_stops_drafting_and_its_neighbours_go_on(name):
+    spec = {**config(name, 0), "max_model_len": 30}
+    llm = engine(speculative_config=spec, cudagraph_capture_sizes=(2, 8), async_scheduling=False, poison=True)
+    core, state, k = llm.engine.core, llm.engine.core.worker.state, spec["num_speculative_tokens"]
+    asked, fits = [prompts(1)[0][:4], [7, 9] * 12, [5] * 40], []
+
+    def check() -> None:
+        for sequence in core.scheduler.running:
+            if sequence.output_ids:
+                fits.append(min(max(30 - sequence.num_tokens, 0), k))
+                drafts = state.drafts_MK[sequence.row].tolist()
+                assert [draft >= 0 for draft in drafts] == [i < fits[-1] for i in range(k)]
+
+    for i, prompt in enumerate(asked):
+        core.add(str(i), prompt, greedy(40))
+    assert run_through(llm, check) == {str(i): expected(name, p, 40) for i, p in enumerate(asked)}
+    assert {0, k} <= set(fits)
+    assert "rows stop drafting at 30 tokens" in llm.engine.drafter.describe()
+
+
+@pytest.mark.parametrize("name", ["draft_model", "pard"])
+def test_a_draft_model_that_takes_fewer_tokens_than_the_target_drafts_as_far_as_it_goes(name):
+    short = tiny_model("short", max_len=64)
+    spec = {"method": name, "model": tiny_pard(short) if name == "pard" else short, "num_speculative_tokens": 2}
+    llm = make_engine(speculative_config=spec, cudagraph_capture_sizes=(2, 8))
+    assert "rows stop drafting at 64 tokens" in llm.engine.drafter.describe()
+    prompt = prompts(1)[0]
+    assert answers(llm.generate(prompt, greedy(100))) == [oracle(prompt, 100)]
 
 
 @pytest.mark.parametrize(("name", "index"), CASES)

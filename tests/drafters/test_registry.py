@@ -7,7 +7,7 @@ import pytest
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import DRAFTERS, Drafter, drafter_class, load_drafters
 from draftloop.errors import ConfigError
-from helpers import make_engine, tiny_model
+from helpers import make_engine
 
 
 def spec(**values) -> SpeculativeConfig:
@@ -62,9 +62,3 @@ def test_more_drafts_than_a_sequence_has_tokens_are_refused():
 def test_no_drafts_at_all_is_no_speculation():
     llm = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 0}, enforce_eager=True)
     assert llm.engine.drafter is None
-
-
-def test_a_draft_model_shorter_than_the_engine_is_refused():
-    short = tiny_model("short", max_len=64)
-    with pytest.raises(ConfigError, match="takes 64 tokens, but the engine's max_model_len is 128"):
-        make_engine(speculative_config={"model": short, "num_speculative_tokens": 2})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import DRAFTERS, Drafter, load_drafters
@@ -108,6 +109,25 @@ def test_an_8_page_prompt_that_comes_again_runs_one_token(method):
     assert answers([first]) == answers([second])
     metrics = llm.get_metrics()
     assert (metrics["prefix_cache_queries"], metrics["prefix_cache_hits"]) == (256, 127)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "dflash", "draft_model"])
+def test_a_prompt_that_parts_behind_a_shared_page_changes_nothing_for_who_holds_it(method):
+    """What runs again of it is written to a copy: a head keeps with each token the one that follows."""
+    spec = example_configs()[method][0]
+    llm = engine(speculative_config=spec, async_scheduling=False, max_num_batched_tokens=64)
+    core, base = llm.engine.core, random_ids(40)
+    holder = core.add("holder", base, greedy(40))
+    core.step()
+    pages, before = holder.pages[:2], [cache[:, :, holder.pages[:2]].clone() for cache in llm.engine.pool.caches]
+    parts = core.add("parts", [*base[:32], *random_ids(5, 9)], greedy(4))
+    while parts.finish_reason is None:
+        core.step()
+    assert (parts.num_cached, holder.finish_reason) == (32 - llm.engine.drafter.num_rerun, None)
+    for cache, content in zip(llm.engine.pool.caches, before, strict=True):
+        assert torch.equal(cache[:, :, pages], content)
+    core.abort("holder")
+    run_through(llm)
 
 
 def test_a_conversation_finds_its_own_answers():

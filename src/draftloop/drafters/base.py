@@ -215,6 +215,12 @@ class Drafter(ABC):
         """True if drafts are drawn, so that acceptance uses their probabilities."""
         return self.samples and self.spec.draft_sample_method != "greedy"
 
+    def length_limit(self, own: int) -> int | None:
+        """Tokens from which on a row drafts nothing, and is verified on: beyond what it was trained for a drafter
+        drafts badly. None: no row gets so long. `own`: what the model says, where the settings do not."""
+        limit = self.spec.max_model_len or own
+        return limit if limit < self.target.max_model_len else None
+
     @property
     def num_rerun(self) -> int:
         """Last tokens of a prefix found in the caches that run again (drafters that `reuses_prefixes`): what is kept of
@@ -298,6 +304,11 @@ class Drafter(ABC):
 
     def close(self) -> None:
         """The engine is closed: finish what is written."""
+
+
+def describe_limit(longest: int | None) -> list[str]:
+    """A part of `Drafter.describe`, if there is a limit."""
+    return [] if longest is None else [f"rows stop drafting at {longest} tokens"]
 
 
 def draft_group(spec: SpeculativeConfig, target: Target, model: ModelConfig) -> Group:

@@ -20,7 +20,7 @@ from torch import Tensor
 from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.attention.registry import attention_backend
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Rounds, Target, count_name, draft_group, sampled_name
+from draftloop.drafters.base import Drafter, Rounds, Target, count_name, describe_limit, draft_group, sampled_name
 from draftloop.drafters.files import read_shapes
 from draftloop.drafters.kinds import check_kind, plain_name
 from draftloop.drafters.write import write_next
@@ -43,7 +43,15 @@ class DraftModelDrafter(Drafter):
 
     name = "draft_model"
     options = frozenset(
-        {"model", "revision", "draft_sample_method", "attention_backend", "load_format", "quantization"}
+        {
+            "model",
+            "revision",
+            "draft_sample_method",
+            "attention_backend",
+            "load_format",
+            "quantization",
+            "max_model_len",
+        }
     )
     samples = True
     reuses_prefixes = True
@@ -65,11 +73,7 @@ class DraftModelDrafter(Drafter):
         self.group = draft_group(spec, target, self.config)
         self.layers = share(self.config, self.group.size)
         """Their sizes on this rank."""
-        if self.config.max_position_embeddings < target.max_model_len:
-            raise ConfigError(
-                f"draft model {spec.model!r} takes {self.config.max_position_embeddings} tokens, but the engine's "
-                f"max_model_len is {target.max_model_len}; lower --max-model-len to the draft model's length"
-            )
+        self.longest = self.length_limit(self.config.max_position_embeddings)
         self.backend_class = attention_backend(spec.attention_backend or "auto", target.device.type)
 
     def _check_kind(self) -> None:
@@ -88,7 +92,7 @@ class DraftModelDrafter(Drafter):
             )
 
     def describe(self) -> str:
-        return f"{super().describe()}, {self.spec.model}"
+        return ", ".join([super().describe(), str(self.spec.model), *describe_limit(self.longest)])
 
     def load(self, *, progress: bool) -> None:
         target = self.target
@@ -182,6 +186,7 @@ class DraftModelDrafter(Drafter):
                 sampled=sampled,
                 first=first,
                 vocabulary=model.vocabulary,
+                longest=self.longest,
             )
             return {}
 

@@ -21,7 +21,7 @@ from draftloop.attention.base import AttentionShape
 from draftloop.attention.batches import tail_batch
 from draftloop.attention.registry import attention_backend
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import Drafter, Rounds, Target, count_name, sampled_name
+from draftloop.drafters.base import Drafter, Rounds, Target, count_name, describe_limit, sampled_name
 from draftloop.drafters.files import find_checkpoint, open_weights, read_shapes
 from draftloop.drafters.fill import fill
 from draftloop.drafters.gemma4_mtp_config import METHOD, ORDERING, check_target, parse
@@ -58,16 +58,14 @@ class Gemma4MtpDrafter(Drafter):
         config = read_json(self.folder / "config.json")
         self.config, self.names = parse(config, read_shapes(self.folder), name=spec.model)
         self.target_config = check_target(self.config, spec.model, target.config, target.name)
-        self.longest = min(spec.max_model_len or target.max_model_len, target.max_model_len)
+        self.longest = self.length_limit(self.config.model.max_position_embeddings)
         self.backend_class = attention_backend(spec.attention_backend or "auto", target.device.type)
 
     def describe(self) -> str:
         parts = [super().describe(), str(self.spec.model)]
         layers = dict.fromkeys(self.target_config.last_own_layer(kind) for kind in self.config.model.layer_types)
         parts.append(f"reads keys and values of target layers {', '.join(map(str, layers))}")
-        if self.longest < self.target.max_model_len:
-            parts.append(f"rows stop drafting at {self.longest} tokens")
-        return ", ".join(parts)
+        return ", ".join([*parts, *describe_limit(self.longest)])
 
     # ---- weights ----------------------------------------------------------------------------
 
@@ -114,7 +112,6 @@ class Gemma4MtpDrafter(Drafter):
         target, assistant = self.target, self.assistant
         width, vocab, kv, embed = self.config.target_hidden_size, target.vocab_size, self._caches, self._embed
         hidden_MB = self.hidden_MB = torch.zeros(state.padding_row + 1, width, dtype=target.dtype, device=target.device)
-        longest = self.longest if self.longest < target.max_model_len else None
         # the last position that the target has written, or that of the bonus token after it
         further = 0 if self.spec.gemma4_position == "vllm" else 1
 
@@ -142,7 +139,7 @@ class Gemma4MtpDrafter(Drafter):
             )
             hidden_MB.index_copy_(0, rows.long(), hidden_RB)
             logits_RV = assistant.logits(normed_RC)
-            write_next(state, rows, logits_RV, vocab_size=vocab, sampled=sampled, first=first, longest=longest)
+            write_next(state, rows, logits_RV, vocab_size=vocab, sampled=sampled, first=first, longest=self.longest)
             return {}
 
         support = self.backend_class.graph_support(target.device.type)

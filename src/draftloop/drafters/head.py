@@ -15,7 +15,7 @@ from draftloop.attention.base import AttentionBackend
 from draftloop.attention.registry import attention_backend
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.distributed.group import Group
-from draftloop.drafters.base import Drafter, Target, draft_group
+from draftloop.drafters.base import Drafter, Target, describe_limit, draft_group
 from draftloop.drafters.fill import Head, fill, fill_dummy
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import ModelConfig
@@ -100,18 +100,15 @@ class HeadDrafter(Drafter, Generic[ConfigT]):
 
     @property
     def longest(self) -> int | None:
-        """Tokens from which on a row drafts nothing, and is verified on: beyond what it was trained for a drafter
-        drafts badly. None: no row gets so long."""
-        limit = self.spec.max_model_len or self.config.model.max_position_embeddings
-        return limit if limit < self.target.max_model_len else None
+        """See `length_limit`."""
+        return self.length_limit(self.config.model.max_position_embeddings)
 
     def details(self) -> list[str]:
         """Parts of `describe`."""
         return []
 
     def describe(self) -> str:
-        limit = [] if self.longest is None else [f"rows stop drafting at {self.longest} tokens"]
-        return ", ".join([super().describe(), *self.details(), *limit])
+        return ", ".join([super().describe(), *self.details(), *describe_limit(self.longest)])
 
     def borrow(self, target: Decoder) -> None:
         self._tables = {"embed_tokens": target.embed_tokens, "lm_head": target.whole_lm_head()}

@@ -65,7 +65,15 @@ class PardDrafter(DraftModelDrafter):
             ids_T = tokens.ids_T.masked_fill(masked.masked_RS.flatten(), self.mask_id)
             hidden_TC, _ = model(ids_T, kv, batch)
             logits_NW = model.logits(hidden_TC.index_select(0, masked.drafting_N))
-            write_block(state, rows, logits_NW, vocab_size=vocab_size, sampled=sampled, vocabulary=model.vocabulary)
+            write_block(
+                state,
+                rows,
+                logits_NW,
+                vocab_size=vocab_size,
+                sampled=sampled,
+                vocabulary=model.vocabulary,
+                longest=self.longest,
+            )
             return {}
 
         support = self.backend_class.graph_support(self.target.device.type)
