@@ -67,10 +67,12 @@ def test_quantised_layers(small: torch.device, form: str) -> None:
             rows.append(sweep_quantised.measure(sweep_quantised.Cell(form, layer, regime, found), copies, small))
             assert len(sweep_view.usable(rows[-1]["results"])) == 1, rows[-1]
             assert " us  planes" in "\n".join(sweep_view.table(rows[-1]))
-    printed = "\n".join(sweep_view.entries(rows))
-    assert f"{form}: (64, 256, True): {{" in printed
-    assert "    64: PlaneTiles(block_n=32, block_k=128, splits=2" in printed
     other = {64: tiles._replace(splits=1)}
+    printed = "\n".join(sweep_view.entries(rows, {form: {"a GPU": {(8, 8, False): other}}}))
+    assert f"{form}, a GPU:" in printed
+    assert "    (64, 256, True): {" in printed
+    assert "        64: PlaneTiles(32, 128, 2, 8, 4, 3, 1)," in printed
+    assert "    (8, 8, False): {" in printed
     measured = {"a GPU": {(64, 256, True): other, (8, 8, False): other}}
     best = sweep_view.with_best(measured, form, [row for row in rows if row["regime"] == "few"])["a GPU"]
     assert best[64, 256, True] == {**other, 8: tiles}

@@ -53,6 +53,8 @@ FORMATS: dict[str, Callable[[int, int, torch.device], QuantisedWeight]] = {
     "fp8_block": lambda columns, size, device: Fp8Weight(columns, size, block=(BLOCK, BLOCK), device=device),
 }
 
+MEASURED = {"int4": Int4Weight.measured, "fp8": Fp8Weight.measured}
+
 
 class Layer(NamedTuple):
     name: str
@@ -257,7 +259,7 @@ class Cell(NamedTuple):
 
 
 def plan(forms: list[str], regimes: list[str], pool: ThreadPoolExecutor, device: torch.device) -> list[Cell]:
-    """Has everything compiled, what is measured first first."""
+    """Has everything compiled."""
     cells = []
     for regime, form, layer in itertools.product(regimes, forms, LAYERS):
         blank = Copy(FORMATS[form](layer.columns, layer.size, device), torch.empty(0, device=device))
@@ -377,8 +379,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.best:
         rows = [row for row in json.loads(args.best.read_text())["rows"] if row["regime"] == "few"]
-        Int4Weight.measured = with_best(Int4Weight.measured, "int4", rows)
-        Fp8Weight.measured = with_best(Fp8Weight.measured, "fp8", rows)
+        Int4Weight.measured = with_best(MEASURED["int4"], "int4", rows)
+        Fp8Weight.measured = with_best(MEASURED["fp8"], "fp8", rows)
         sys.argv = ["draftloop", "bench", *args.arguments]
         runpy.run_module("draftloop", run_name="__main__")
         return
@@ -387,20 +389,22 @@ def main() -> None:
             print(*table(row), sep="\n")
         return
     if args.entries:
-        print(*entries(json.loads(args.entries.read_text())["rows"]), sep="\n")
+        print(*entries(json.loads(args.entries.read_text())["rows"], MEASURED), sep="\n")
         return
     report, device = SweepReport(args.out, args.seconds), torch.device("cuda")
     copies: tuple[Any, list[Copy]] = (None, [])
-    with ThreadPoolExecutor(16) as pool:
-        for cell in plan(args.formats, args.regimes, pool, device):
-            if report.is_late():
-                pool.shutdown(wait=False, cancel_futures=True)
-                break
-            if copies[0] != (cell.form, cell.layer):
-                copies = (None, [])
-                copies = ((cell.form, cell.layer), copies_of(cell.form, cell.layer, device))
-            row = measure(cell, copies[1], device)
-            report.add(row, table(row))
+    with ThreadPoolExecutor(
+        16
+    ) as pool:  # all is compiled before anything is measured: both want the interpreter's lock
+        cells = plan(args.formats, args.regimes, pool, device)
+    for cell in cells:
+        if report.is_late():
+            break
+        if copies[0] != (cell.form, cell.layer):
+            copies = (None, [])
+            copies = ((cell.form, cell.layer), copies_of(cell.form, cell.layer, device))
+        row = measure(cell, copies[1], device)
+        report.add(row, table(row))
 
 
 if __name__ == "__main__":

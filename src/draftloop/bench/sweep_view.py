@@ -39,17 +39,17 @@ def table(row: dict[str, Any]) -> Iterator[str]:
         yield f"    {len(failed)} failed ({names}), the first with {failed[0]['failed'][:160]}"
 
 
-def entries(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Of each format and layer the fastest tiles by number of tokens."""
-    for form, layer in dict.fromkeys((row["format"], row["layer"]) for row in rows):
-        cells = [row for row in rows if (row["format"], row["layer"]) == (form, layer)]
-        if by_tokens := {row["regime"]: found for row in cells if (found := fastest(row, "planes"))}:
-            yield f"{form}: {key(cells[0], next(iter(by_tokens.values())))}: {{"
-            for regime, result in by_tokens.items():
-                yield f"    {LAST[regime]}: {PlaneTiles(*result['tiles'])},  # {result['us']:.1f} us"
-            yield "},"
-        for row in cells:
-            if wide := fastest(row, "w8a8"):
+def entries(rows: list[dict[str, Any]], measured: Mapping[str, Measured]) -> Iterator[str]:
+    """Of each format and layer the fastest tiles by number of tokens; what was not swept, as it is."""
+    for form in dict.fromkeys(row["format"] for row in rows):
+        for gpu, layers in with_best(measured.get(form, {"any GPU": {}}), form, rows).items():
+            yield f"{form}, {gpu}:"
+            for layer, by_tokens in layers.items():
+                yield f"    {layer}: {{"
+                yield from (f"        {last}: PlaneTiles{tuple(tiles)}," for last, tiles in by_tokens.items())
+                yield "    },"
+        for row in rows:
+            if row["format"] == form and (wide := fastest(row, "w8a8")):
                 tiles = WideTiles(*wide["tiles"])
                 yield f"w8a8: ({row['columns']}, {row['size']}, {row['kind']}): {tiles},  # {wide['us']:.1f} us"
 
@@ -65,16 +65,17 @@ def key(row: dict[str, Any], result: dict[str, Any]) -> tuple[int, int, bool]:
 
 
 def with_best(measured: Measured, form: str, rows: list[dict[str, Any]]) -> Measured:
-    """`MEASURED` of a format, with what these rows found for few tokens."""
-    found = {key(row, best): best for row in rows if row["format"] == form and (best := fastest(row, "planes"))}
-    return {gpu: {**layers, **_with_few(layers, found)} for gpu, layers in measured.items()}
+    """`MEASURED` of a format, with what these rows found."""
+    return {gpu: _with_best(layers, form, rows) for gpu, layers in measured.items()}
 
 
-def _with_few(
-    layers: Mapping[tuple[int, int, bool], TilesByTokens], found: dict[tuple[int, int, bool], dict[str, Any]]
+def _with_best(
+    layers: Mapping[tuple[int, int, bool], TilesByTokens], form: str, rows: list[dict[str, Any]]
 ) -> dict[tuple[int, int, bool], TilesByTokens]:
-    new: dict[tuple[int, int, bool], TilesByTokens] = {}
-    for layer, best in found.items():
-        others = layers.get(layer) or layers.get((*layer[:2], False), {})  # the first that splits leaves the rest whole
-        new[layer] = {**others, LAST["few"]: PlaneTiles(*best["tiles"])}
+    new = dict(layers)
+    for row in rows:
+        if row["format"] == form and (best := fastest(row, "planes")):
+            layer = key(row, best)
+            others = new.get(layer) or new.get((*layer[:2], False), {})  # the first that splits leaves the rest whole
+            new[layer] = dict(sorted({**others, LAST[row["regime"]]: PlaneTiles(*best["tiles"])}.items()))
     return new
