@@ -8,6 +8,7 @@ dispatch and staleness therefore fail on a laptop the way they would on a GPU.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
 
 from draftloop.errors import GraphError
 from draftloop.graphs.loop import TapeLoop, Watched
@@ -96,8 +96,7 @@ class _Op:
         self.unwritten = func in UNWRITTEN
         self.aliases = aliases  # returns (a view of) an argument rather than memory of its own
         self.refs = [(i, a.index) for i, a in enumerate(args) if isinstance(a, _Ref)]
-        leaves = tree_flatten((args, kwargs))[0]
-        self.nested = sum(isinstance(leaf, _Ref) for leaf in leaves) != len(self.refs)
+        self.nested = sum(isinstance(leaf, _Ref) for leaf in _leaves([*args, *kwargs.values()])) != len(self.refs)
         self.outs: list[int] = []
         self.frees: tuple[int, ...] = ()
 
@@ -137,15 +136,15 @@ class Tape(TorchDispatchMode, Program):
         swap = self._swap
         op = _Op(
             func,
-            [tree_map(swap, a) for a in args],
-            {k: tree_map(swap, v) for k, v in kwargs.items()},
+            [swap(a) for a in args],
+            {k: swap(v) for k, v in kwargs.items()},
             out,
-            aliases=bool(_storages(out) & _storages((args, kwargs))),
+            aliases=not _storages(out).isdisjoint(_storages([*args, *kwargs.values()])),
         )
         if op.aliases and not func._schema.is_mutable and not op.refs and not op.nested:
             self._kept.append(out)  # a view of something outside of the tape: its address never changes
             return out
-        for leaf in tree_flatten(out)[0]:
+        for leaf in _leaves(out):
             if isinstance(leaf, Tensor):
                 self._registers[id(leaf)] = self._count
                 op.outs.append(self._count)
@@ -155,6 +154,8 @@ class Tape(TorchDispatchMode, Program):
         return out
 
     def _swap(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._swap(one) for one in value]
         return _Ref(self._registers[id(value)]) if isinstance(value, Tensor) and id(value) in self._registers else value
 
     def call_between(self, call: Call) -> None:
@@ -169,7 +170,7 @@ class Tape(TorchDispatchMode, Program):
         last: dict[int, _Op] = {}
         for op in self._ops:
             if isinstance(op, _Op):
-                used = [leaf.index for leaf in tree_flatten((op.args, op.kwargs))[0] if isinstance(leaf, _Ref)]
+                used = [leaf.index for leaf in _leaves([*op.args, *op.kwargs.values()]) if isinstance(leaf, _Ref)]
                 last.update(dict.fromkeys([*used, *op.outs], op))
                 if not self.static:
                     op.out = None
@@ -186,7 +187,7 @@ class Tape(TorchDispatchMode, Program):
         if self.static:
             for op in self._ops:
                 if isinstance(op, _Op) and not op.aliases:
-                    for leaf in tree_flatten(op.out)[0]:
+                    for leaf in _leaves(op.out):
                         if isinstance(leaf, Tensor):
                             poison_(leaf)
 
@@ -202,9 +203,8 @@ class Tape(TorchDispatchMode, Program):
                 continue
             args, kwargs = op.args, op.kwargs
             if op.nested:
-                args, kwargs = tree_map(
-                    lambda leaf: registers[leaf.index] if isinstance(leaf, _Ref) else leaf, (args, kwargs)
-                )
+                args = [_look_up(value, registers) for value in args]
+                kwargs = {name: _look_up(value, registers) for name, value in kwargs.items()}
             elif op.refs:
                 args = args.copy()
                 for position, index in op.refs:
@@ -213,14 +213,14 @@ class Tape(TorchDispatchMode, Program):
             if self.poisoned and op.unwritten:
                 poison_(out)
             if self.static and not op.aliases:
-                for kept, new in zip(tree_flatten(op.out)[0], tree_flatten(out)[0], strict=True):
+                for kept, new in zip(_leaves(op.out), _leaves(out), strict=True):
                     if isinstance(kept, Tensor):
                         kept.copy_(new)
                 out = op.out
             if len(op.outs) == 1 and isinstance(out, Tensor):
                 registers[op.outs[0]] = out
             elif op.outs:
-                tensors = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
+                tensors = [leaf for leaf in _leaves(out) if isinstance(leaf, Tensor)]
                 for index, leaf in zip(op.outs, tensors, strict=True):
                     registers[index] = leaf
             for index in op.frees:
@@ -236,8 +236,24 @@ def _indexes_by_mask(func: Any, args: Any) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """What an op takes or returns, without the lists and tuples around it."""
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _look_up(value: Any, registers: list[Any]) -> Any:
+    """The same with the tensors that references in it stand for."""
+    if isinstance(value, list):
+        return [_look_up(one, registers) for one in value]
+    return registers[value.index] if isinstance(value, _Ref) else value
+
+
 def _storages(tree: Any) -> set[int]:
-    return {leaf.untyped_storage()._cdata for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)}
+    return {leaf.untyped_storage()._cdata for leaf in _leaves(tree) if isinstance(leaf, Tensor)}
 
 
 class TapeRecorder(Recorder):
