@@ -54,6 +54,7 @@ SETTINGS = {"kv_cache_memory_bytes": None, "max_num_seqs": 8, "max_model_len": 1
 
 @pytest.mark.parametrize("graphs", [0, 300 * MIB, 896 * MIB - 600 * KIB])
 def test_pages_get_what_graphs_leave_and_all_together_fill_the_budget(monkeypatch, graphs):
+    """B55"""
     gpu = SmallGpu(graphs=graphs)
     gpu.replaces_the_cpu(monkeypatch)
     llm = make_engine(**SETTINGS)
@@ -104,7 +105,7 @@ def test_running_everything_at_its_largest_touches_no_request(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", [None, EAGLE3], ids=["plain", "eagle3"])
 def test_all_that_serving_takes_stays_within_the_budget_of_a_gpu_and_fills_it(spec):
-    """Prompts at their longest, full batches, prompt logprobs and sampling, on a cache that takes all that is left."""
+    """B55: prompts at their longest, full batches and prompt logprobs, on a cache that takes all that is left."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info(device)[1]

@@ -262,18 +262,19 @@ def test_what_is_kept_gives_way_to_what_runs():
 
 
 def test_the_second_identical_prompt_of_the_shipped_head(record_property):
-    """At most a quarter of the tokens run (the time is reported), and acceptance is the same within 2 points."""
+    """Its first token takes at most a quarter of the time, and acceptance is the same within 2 points."""
     spec = {"method": "eagle3", "model": "smollm2-135m-eagle3", "num_speculative_tokens": 5}
     llm = LLM(
         "smollm2-135m", dtype="float32", device="cpu", max_num_seqs=1, max_model_len=1024, speculative_config=spec
     )
-    text = "The lighthouse keeper wrote every evening what the sea had brought. " * 10
+    text = "The lighthouse keeper wrote every evening what the sea had brought. " * 32
     first, second = (llm.generate(text, SamplingParams(temperature=0, max_tokens=32))[0] for _ in range(2))
     llm.close()
     ran = [len(output.prompt_token_ids) - output.num_cached_tokens for output in (first, second)]
-    assert ran[1] <= 0.25 * ran[0]
-    assert first.outputs[0].token_ids == second.outputs[0].token_ids
-    assert second.spec.draft_acceptance_rate == pytest.approx(first.spec.draft_acceptance_rate, abs=0.02)
     times = [output.metrics["time_to_first_token_ms"] for output in (first, second)]
     record_property("time_to_first_token_ms", times)
     print(f"tokens run {ran}, time to first token {times[0]:.0f} and {times[1]:.0f} ms")
+    assert ran[1] <= 16, "what does not fill a page, and the last token"
+    assert times[1] <= 0.25 * times[0]
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert second.spec.draft_acceptance_rate == pytest.approx(first.spec.draft_acceptance_rate, abs=0.02)

@@ -111,6 +111,8 @@ KEPT: list[tuple[dict[str, Any], list[Any]]] = [
 
 def prompt_of(text: int, length: int, ending: int) -> list[int]:
     base = [(text * 71 + i * i * 13 + i) % 160 for i in range(length)]
+    if ending == 2:  # the second page of both texts is the same, and is not, since the first ones differ
+        base[16:32] = [(i * 11 + 3) % 160 for i in range(16, min(length, 32))]
     return base + [(ending * 31 + i * 7) % 160 for i in range(3 * ending)]
 
 

@@ -11,6 +11,9 @@ import torch
 from attention_cases import Case, backend, make
 from torch import Tensor
 
+from draftloop import LLM
+from draftloop.bench.acceptance import measure_acceptance, shares_accepted
+from draftloop.bench.prompts import load_prompts
 from draftloop.errors import ConfigError
 from draftloop.kernels.fp8_cache import FP8, FP8_MAX, to_cache
 from draftloop.kernels.rope_write import rope_write_torch, rope_write_triton
@@ -92,6 +95,21 @@ def test_text_is_the_same_with_and_without_speculation(method: str, device_name:
         step += 1
     assert [sequence.output_ids for sequence in sequences] == plain
     assert_all_free(llm)
+
+
+@pytest.mark.gpu
+def test_the_shipped_head_is_accepted_as_often_beside_an_8_bit_cache() -> None:
+    """B49: within 5 %, over the first turns of MT-bench."""
+    spec = {"method": "eagle3", "model": "smollm2-135m-eagle3", "num_speculative_tokens": 5}
+    lengths = {}
+    for dtype in ("auto", "fp8"):
+        llm = LLM("smollm2-135m", device="cuda", max_model_len=1024, speculative_config=spec, kv_cache_dtype=dtype)
+        assert llm.engine.pool.caches[1].dtype is torch.bfloat16
+        asked = {"mt_bench": load_prompts("mt_bench")}
+        found = measure_acceptance(llm, asked, max_tokens=96, temperature=0, show_progress=False)
+        lengths[dtype] = 1 + sum(shares_accepted([answer.histogram for answer in found]))
+        llm.close()
+    assert lengths["fp8"] >= 0.95 * lengths["auto"], lengths
 
 
 def test_the_drafter_keeps_its_own_type_and_says_what_it_says_without_an_8_bit_target() -> None:

@@ -86,6 +86,22 @@ def test_what_is_found(changed, expected):
     assert b.num_cached == expected
 
 
+def test_a_page_is_found_behind_the_very_pages_that_it_was_computed_behind():
+    scheduler = cached()
+    first, second, third, fourth = ([start + i for i in range(16)] for start in (10, 30, 50, 70))
+    for name, prompt, expected in (
+        ("a", [*first, *second, 1], 0),
+        ("b", [*third, *fourth, 1], 0),
+        ("mixed", [*first, *fourth, 1], 15),
+        ("same", [*first, *second, 2], 31),
+    ):
+        request = make_request(name, 33)
+        request.prompt_ids = prompt
+        add(scheduler, request)
+        step(scheduler)
+        assert request.num_cached == expected, name
+
+
 def test_answers_are_found_too_but_not_where_the_drafter_was_not_fed():
     for fed, expected in ((True, 95), (False, 31)):
         scheduler = cached()

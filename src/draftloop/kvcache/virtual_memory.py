@@ -76,7 +76,7 @@ class ReservedCache:
         self._backed = 0  # bytes of each plane
         self._map(self._rounded(1))  # else torch would not take the addresses for the device's
         self._bytes_NB = memory.tensor(self._range).view(self._num_planes, self._plane_bytes)
-        self._bytes_NB[:, : self._backed].zero_()
+        self._zero(0, self._backed)
         shape = (spec.num_layers, 2, most_pages, page_size, spec.num_kv_heads, spec.head_dim)
         self.cache = self._bytes_NB.view(spec.dtype).view(shape)
         """[L, 2, P, S, G, D], to be used as far as there is memory: the null page at first."""
@@ -90,13 +90,17 @@ class ReservedCache:
         begin, end = self._backed, self._rounded(num_pages)
         if end > begin:
             self._map(end)
-            self._bytes_NB[:, begin:end].zero_()
+            self._zero(begin, end)
 
     def _map(self, end: int) -> None:
         """Put memory behind each plane, up to its byte `end`."""
         for plane in range(self._num_planes):
             self._range.back(plane * self._plane_bytes + self._backed, end - self._backed)
         self._backed = end
+
+    def _zero(self, begin: int, end: int) -> None:
+        for plane_B in self._bytes_NB:  # one by one: what is contiguous is filled at the memory's speed
+            plane_B[begin:end].zero_()
 
     def _rounded(self, num_pages: int) -> int:
         return -(-num_pages * self._page_bytes // self._granule) * self._granule
