@@ -88,6 +88,25 @@ def row_tokens_torch(
     )
 
 
+@jit()
+def store_tokens(
+    entry, q, token_id, position, page, place, kv_len, last, num_ids, num_per_row,
+    ids_ptr, positions_ptr, slots_ptr, kv_lens_ptr, starts_ptr, last_ptr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """One row of `RowTokens`. `place` is that in the page; `last` among the row's own tokens."""
+    live = q < num_per_row
+    token_id = tl.where((token_id >= 0) & (token_id < num_ids), token_id, 0)
+    out = entry * num_per_row + q
+    tl.store(ids_ptr + out, token_id.to(tl.int64), mask=live)
+    tl.store(positions_ptr + out, position.to(tl.int64), mask=live)
+    tl.store(slots_ptr + out, page.to(tl.int64) * PAGE_SIZE + place, mask=live)
+    tl.store(kv_lens_ptr + entry, kv_len)
+    tl.store(starts_ptr + entry, entry * num_per_row)
+    tl.store(last_ptr + entry, (entry * num_per_row + last).to(tl.int64))
+    if entry == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + entry + 1, (entry + 1) * num_per_row)
+
+
 @jit("tokens_width", "num_drafts", "table_width", "offset", "ahead", "num_ids", "padding_row", "num_per_row")
 def _row_tokens_kernel(
     rows_ptr,
@@ -143,16 +162,11 @@ def _row_tokens_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token_id = tl.where(draft < 0, token_id, drafted)
-    token_id = tl.where((token_id >= 0) & (token_id < num_ids), token_id, 0)
-    out = entry * num_per_row + q
-    tl.store(ids_ptr + out, token_id.to(tl.int64), mask=live)
-    tl.store(positions_ptr + out, position.to(tl.int64), mask=live)
-    tl.store(slots_ptr + out, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=live)
-    tl.store(kv_lens_ptr + entry, tl.where(is_padding, 0, first + num_per_row))
-    tl.store(starts_ptr + entry, entry * num_per_row)
-    tl.store(last_ptr + entry, (entry * num_per_row + last).to(tl.int64))
-    if entry == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + entry + 1, (entry + 1) * num_per_row)
+    kv_len = tl.where(is_padding, 0, first + num_per_row)
+    store_tokens(
+        entry, q, token_id, position, page, position % PAGE_SIZE, kv_len, last, num_ids, num_per_row,
+        ids_ptr, positions_ptr, slots_ptr, kv_lens_ptr, starts_ptr, last_ptr, PAGE_SIZE,
+    )  # fmt: skip
 
 
 def empty_tokens(num_rows: int, num_per_row: int, device: torch.device) -> RowTokens:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftloop.kernels.row_tokens import RowTokens, Sequences, empty_tokens
+from draftloop.kernels.row_tokens import RowTokens, Sequences, empty_tokens, store_tokens
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
@@ -99,16 +99,11 @@ def _tree_tokens_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token_id = tl.where(which < 0, bonus_id, drafted)
-    token_id = tl.where((token_id >= 0) & (token_id < num_ids), token_id, 0)
-    out = entry * num_per_row + q
-    tl.store(ids_ptr + out, token_id.to(tl.int64), mask=live)
-    tl.store(positions_ptr + out, position.to(tl.int64), mask=live)
-    tl.store(slots_ptr + out, page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE, mask=live)
-    tl.store(kv_lens_ptr + entry, tl.where(is_padding, 0, first + num_per_row))
-    tl.store(starts_ptr + entry, entry * num_per_row)
-    tl.store(last_ptr + entry, ((entry + 1) * num_per_row - 1).to(tl.int64))
-    if entry == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + entry + 1, (entry + 1) * num_per_row)
+    kv_len = tl.where(is_padding, 0, first + num_per_row)
+    store_tokens(
+        entry, q, token_id, position, page, key % PAGE_SIZE, kv_len, num_per_row - 1, num_ids, num_per_row,
+        ids_ptr, positions_ptr, slots_ptr, kv_lens_ptr, starts_ptr, last_ptr, PAGE_SIZE,
+    )  # fmt: skip
 
 
 def tree_tokens_triton(

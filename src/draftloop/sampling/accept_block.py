@@ -30,14 +30,19 @@ class TokenRows(NamedTuple):
 
 
 @jit()
+def num_good(bad, q, num_accepted, BLOCK_Q: tl.constexpr):
+    """Tokens up to the one behind the accepted drafts, or before the first position whose logits say nothing."""
+    return tl.minimum(num_accepted + 1, tl.min(tl.where(bad, q, BLOCK_Q), 0))
+
+
+@jit()
 def append(
-    entry, row, q, num_accepted, draft, is_draft, target, bad, num_tokens, room,
-    tokens_ptr, num_tokens_ptr, num_emitted_ptr, outcome_ptr, tokens_width, outcome_width, BLOCK_Q: tl.constexpr,
+    entry, row, q, accepted, num_accepted, target, most, num_drafted, num_tokens, room,
+    tokens_ptr, num_tokens_ptr, num_emitted_ptr, outcome_ptr, tokens_width, outcome_width,
 ):  # fmt: skip
-    """Lengthen a row by its accepted drafts and the `target` behind them, and report: `commit._finish`."""
-    num_good = tl.min(tl.where(bad, q, BLOCK_Q), 0)
-    num_emitted = tl.maximum(tl.minimum(tl.minimum(num_accepted + 1, num_good), room), 0)
-    emitted = tl.where(q < num_accepted, draft, target)
+    """Lengthen a row by its accepted drafts and the `target` behind them, at most `most`, and report."""
+    num_emitted = tl.maximum(tl.minimum(most, room), 0)
+    emitted = tl.where(q < num_accepted, accepted, target)
     emitted = tl.where(q < num_emitted, emitted, -1)
     # the padding row has no room: nothing of it changes
     tl.store(tokens_ptr + row * tokens_width + num_tokens + q, emitted, mask=q < num_emitted)
@@ -46,7 +51,7 @@ def append(
     outcome_row_ptr = outcome_ptr + entry * outcome_width
     tl.store(outcome_row_ptr, num_emitted)
     tl.store(outcome_row_ptr + 1, tl.minimum(num_accepted, num_emitted))
-    tl.store(outcome_row_ptr + 2, tl.sum((is_draft & (draft != -1)).to(tl.int32), 0))
+    tl.store(outcome_row_ptr + 2, num_drafted)
     tl.store(outcome_row_ptr + 3 + q, emitted, mask=q < outcome_width - 3)
 
 
@@ -108,8 +113,9 @@ def _accept_kernel(
     # the place after the last draft is never accepted, so there is always an end
     num_accepted = tl.min(tl.where(accepted, BLOCK_Q, q), 0)
     append(
-        entry, row, q, num_accepted, draft, is_draft, target, bad, num_tokens, room,
-        tokens_ptr, num_tokens_ptr, num_emitted_ptr, outcome_ptr, tokens_width, outcome_width, BLOCK_Q,
+        entry, row, q, draft, num_accepted, target, num_good(bad, q, num_accepted, BLOCK_Q),
+        tl.sum((draft != -1).to(tl.int32), 0), num_tokens, room,
+        tokens_ptr, num_tokens_ptr, num_emitted_ptr, outcome_ptr, tokens_width, outcome_width,
     )  # fmt: skip
 
 

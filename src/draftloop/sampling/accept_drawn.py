@@ -19,7 +19,7 @@ from draftloop.kernels.argmax import NO_INDEX
 from draftloop.kernels.ordered import logits_at, order_of, pack
 from draftloop.kernels.softmax_statistics import LARGEST_SCALE, Changed, Statistics
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
-from draftloop.sampling.accept_block import TokenRows, append, outcome_memory
+from draftloop.sampling.accept_block import TokenRows, append, num_good, outcome_memory
 from draftloop.sampling.noise import ACCEPT_NOISE, MAX_BLOCK, SAMPLE_NOISE, log_exponential, noise_key, unit_noise
 
 CHUNK = 2048
@@ -269,8 +269,9 @@ def _finish_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     append(
-        entry, row, q, num_accepted, draft, is_draft, target, token < 0, num_tokens, room,
-        tokens_ptr, num_tokens_ptr, num_emitted_ptr, outcome_ptr, tokens_width, outcome_width, BLOCK_Q,
+        entry, row, q, draft, num_accepted, target, num_good(token < 0, q, num_accepted, BLOCK_Q),
+        tl.sum((draft != -1).to(tl.int32), 0), num_tokens, room,
+        tokens_ptr, num_tokens_ptr, num_emitted_ptr, outcome_ptr, tokens_width, outcome_width,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, t
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.models.output_head import Vocabulary
 from draftloop.sampling.accept import NO_TOKEN, clip_to_limit
-from draftloop.sampling.accept_block import outcome_memory
+from draftloop.sampling.accept_block import append, outcome_memory
 from draftloop.sampling.commit import commit, likeliest, target_probabilities
 from draftloop.sampling.constraints import constrain
 from draftloop.sampling.draw_tree import draw_places_triton
@@ -320,19 +320,12 @@ def _accept_tree_kernel(
     accepted = tl.load(row_drafts_ptr + next_place - 1, mask=q < num_accepted, other=-1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    num_emitted = tl.maximum(tl.minimum(num_accepted + (bonus >= 0).to(tl.int32), room), 0)
-    emitted = tl.where(q < num_accepted, accepted, bonus)
-    emitted = tl.where(q < num_emitted, emitted, -1)
-    # the padding row has no room: nothing of it changes
-    tl.store(tokens_ptr + row * tokens_width + num_tokens + q, emitted, mask=q < num_emitted)
-    tl.store(num_tokens_ptr + row, num_tokens + num_emitted, mask=num_emitted > 0)
-    tl.store(num_emitted_ptr + entry, num_emitted)
     tl.store(path_ptr + entry * length + q, place, mask=q < length)
-    outcome_row_ptr = outcome_ptr + entry * (3 + num_places)
-    tl.store(outcome_row_ptr, num_emitted)
-    tl.store(outcome_row_ptr + 1, tl.minimum(num_accepted, num_emitted))
-    tl.store(outcome_row_ptr + 2, tl.sum((draft != -1).to(tl.int32), 0))
-    tl.store(outcome_row_ptr + 3 + q, emitted, mask=live)
+    append(
+        entry, row, q, accepted, num_accepted, bonus, num_accepted + (bonus >= 0).to(tl.int32),
+        tl.sum((draft != -1).to(tl.int32), 0), num_tokens, room,
+        tokens_ptr, num_tokens_ptr, num_emitted_ptr, outcome_ptr, tokens_width, 3 + num_places,
+    )  # fmt: skip
 
 
 def accept_tree_triton(
