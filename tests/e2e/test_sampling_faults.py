@@ -134,18 +134,35 @@ def test_b27_penalties_have_their_effect_whoever_drafts(drafter):
     llm.close()
 
 
+@pytest.mark.parametrize("penalty", [{"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 1.3}])
+def test_b27_penalties_count_the_drafts_of_the_block_that_they_stand_in(penalty):
+    """Of a few tokens: which one is next follows from how often each has come, in this very block too."""
+    llm = judged_engine()
+    SCRIPT.clear()
+    for index in range(5):
+        params = greedy(10, logit_bias=dict.fromkeys(range(30, 80), 40), ignore_eos=True, **penalty)
+        (alone,) = run(llm, [(index, params, {})], speculation=False)
+        judge(PROMPTS[index], alone, params)
+        script(index, alone.token_ids)
+        (answer,) = run(llm, [(index, params, {})])
+        assert answer.token_ids == alone.token_ids
+
+
 def test_b29_each_row_has_its_own_rules_however_many_drafts_its_neighbours_have():
     llm = judged_engine()
     SCRIPT.clear()
     second, third = plain_text(1), plain_text(2)
+    first_masked = greedy(10, min_tokens=2, stop_token_ids=[second[0]], ignore_eos=True)
+    soon = run(llm, [(1, first_masked, {})], speculation=False)[0].token_ids
     params = [
         greedy(10, presence_penalty=2, ignore_eos=True),
-        greedy(10, min_tokens=2, stop_token_ids=[second[0], second[1]], ignore_eos=True),
+        greedy(10, min_tokens=2, stop_token_ids=[second[0], soon[2]], ignore_eos=True),
         greedy(10, bad_words=[f"w{third[0]}", f"w{third[1]} w{third[2]}"], ignore_eos=True),
     ]
     alone = [run(llm, [(i, one, {})], speculation=False)[0] for i, one in enumerate(params)]
     for i, (one, answer) in enumerate(zip(params, alone, strict=True)):
         judge(PROMPTS[i], answer, one)
+    assert alone[1].token_ids == soon[:3], "the third token may end it"
     script(0, alone[0].token_ids)
     script(1, [-1] * 10)
     script(2, [token if i % 2 else -1 for i, token in enumerate(alone[2].token_ids)])
