@@ -74,6 +74,63 @@ def _synthetic_rates(spec: SpeculativeConfig, drafter: Drafter) -> list[float] |
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Acceptor:
+    """What the phases of acceptance run."""
+
+    state: RowState
+    acceptance: Acceptance
+    vocabulary: Vocabulary
+    processors: Sequence[LogitsProcessor]
+    several_drafters: bool
+    tables: TreeTables
+    rates_K: Tensor | None
+    """`Acceptance.synthetic_rates`, on the device."""
+    width: int
+    """Tokens of a row's outcome."""
+
+    def block(
+        self, launch: Launch, rows: Tensor, logits: Tensor, *, k: int, kind: SamplingKind
+    ) -> Mapping[str, Tensor]:
+        """After a chain of `k` drafts."""
+        num_emitted_R, outcome_RO = self._accept(logits, rows, k, kind, width=self.width)
+        if self.several_drafters:
+            outcome_RO = torch.cat([outcome_RO, self.state.drafted_by_M[rows][:, None]], 1)
+        return {"num_emitted": num_emitted_R, "outcome": outcome_RO}
+
+    def branch(self, launch: Launch, rows: Tensor, logits: Tensor, *, kind: SamplingKind) -> Mapping[str, Tensor]:
+        """After a tree of drafts."""
+        asked = (self.tables, self.rates_K)
+        if kind is SamplingKind.GREEDY:
+            emitted = accept_tree_greedy(self.state, rows, logits, *asked, vocabulary=self.vocabulary)
+        else:
+            logits = self.vocabulary.whole(logits)
+            emitted = accept_tree_sampled(self.state, rows, logits, *asked, kind=kind, processors=self.processors)
+        return dict(zip(("num_emitted", "outcome", "path"), emitted, strict=True))
+
+    def prompt(
+        self, launch: Launch, ending_rows: Tensor, prompt_logits: Tensor, *, kind: SamplingKind
+    ) -> Mapping[str, Tensor]:
+        """After a prompt: its first token."""
+        _, outcome_RO = self._accept(prompt_logits, ending_rows, 0, kind, width=1)
+        self.state.num_drafted_M.index_fill_(0, ending_rows.long(), 0)
+        return {"first_token": outcome_RO[:, len(OUTCOME_COUNTS) :]}
+
+    def _accept(
+        self, logits_XW: Tensor, rows: Tensor, k: int, kind: SamplingKind, *, width: int
+    ) -> tuple[Tensor, Tensor]:
+        state, vocabulary = self.state, self.vocabulary
+        coins_K = self.rates_K[:k] if k and self.rates_K is not None else None
+        if kind is SamplingKind.GREEDY:
+            if coins_K is not None:
+                return accept_rows_synthetic(state, rows, logits_XW, k, coins_K, vocabulary=vocabulary, width=width)
+            return accept_rows_greedy(state, rows, logits_XW, k, vocabulary=vocabulary, width=width)
+        rule = self.acceptance.rule if coins_K is None else partial(accept_synthetic_rows, rates_K=coins_K)
+        return accept_rows_sampled(
+            state, rows, vocabulary.whole(logits_XW), k, kind=kind, processors=self.processors, rule=rule, width=width
+        )
+
+
 def accept_phases(
     state: RowState,
     tree: DraftTree,
@@ -94,59 +151,28 @@ def accept_phases(
 
     With `several_drafters` the last column of an outcome says which of them drafted. `dtype` is that of logits.
     """
-    device, num_drafts = state.num_tokens_M.device, tree.num_drafts
-    rates = acceptance.synthetic_rates
-    rates_K = None if rates is None else torch.tensor(rates, device=device)
-    tables = TreeTables.of(tree, device)
-
-    def accept_rows(
-        logits_XW: Tensor, rows: Tensor, k: int, kind: SamplingKind, *, width: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        coins_K = rates_K[:k] if k and rates_K is not None else None
-        if kind is SamplingKind.GREEDY:
-            if coins_K is not None:
-                return accept_rows_synthetic(state, rows, logits_XW, k, coins_K, vocabulary=vocabulary, width=width)
-            return accept_rows_greedy(state, rows, logits_XW, k, vocabulary=vocabulary, width=width)
-        rule, logits_XV = acceptance.rule, vocabulary.whole(logits_XW)
-        if coins_K is not None:
-            rule = partial(accept_synthetic_rows, rates_K=coins_K)
-        return accept_rows_sampled(state, rows, logits_XV, k, kind=kind, processors=processors, rule=rule, width=width)
-
-    def accept(launch: Launch, rows: Tensor, logits: Tensor, *, k: int, kind: SamplingKind) -> Mapping[str, Tensor]:
-        num_emitted_R, outcome_RO = accept_rows(logits, rows, k, kind, width=1 + num_drafts)
-        if several_drafters:
-            outcome_RO = torch.cat([outcome_RO, state.drafted_by_M[rows][:, None]], 1)
-        return {"num_emitted": num_emitted_R, "outcome": outcome_RO}
-
-    def accept_branch(launch: Launch, rows: Tensor, logits: Tensor, *, kind: SamplingKind) -> Mapping[str, Tensor]:
-        if kind is SamplingKind.GREEDY:
-            emitted = accept_tree_greedy(state, rows, logits, tables, rates_K, vocabulary=vocabulary)
-        else:
-            logits = vocabulary.whole(logits)
-            emitted = accept_tree_sampled(state, rows, logits, tables, rates_K, kind=kind, processors=processors)
-        return dict(zip(("num_emitted", "outcome", "path"), emitted, strict=True))
-
-    def accept_prompt(
-        launch: Launch, ending_rows: Tensor, prompt_logits: Tensor, *, kind: SamplingKind
-    ) -> Mapping[str, Tensor]:
-        _, outcome_RO = accept_rows(prompt_logits, ending_rows, 0, kind)
-        state.num_drafted_M.index_fill_(0, ending_rows.long(), 0)
-        return {"first_token": outcome_RO[:, len(OUTCOME_COUNTS) :]}
-
-    def number(columns: int | None = None) -> Output:
-        return Output(unit=Unit.ROW, dtype=torch.int32, shape=() if columns is None else (columns,))
-
+    device, num_drafts, rates = state.num_tokens_M.device, tree.num_drafts, acceptance.synthetic_rates
+    acceptor = _Acceptor(
+        state=state,
+        acceptance=acceptance,
+        vocabulary=vocabulary,
+        processors=processors,
+        several_drafters=several_drafters,
+        tables=TreeTables.of(tree, device),
+        rates_K=None if rates is None else torch.tensor(rates, device=device),
+        width=1 + num_drafts,
+    )
     rows, part = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row), (vocabulary.width,)
-    outcome = {"num_emitted": number(), "outcome": number(outcome_width(num_drafts, several_drafters))}
+    outcome = {"num_emitted": _numbers(), "outcome": _numbers(outcome_width(num_drafts, several_drafters))}
     phases = []
     for k in sorted({num_drafts, *counts, 0}, reverse=True):
         branches = k > 0 and not tree.is_chain
         phases += [
             Phase(
                 name=accept_name("accept", kind, k, num_drafts),
-                fn=partial(accept_branch, kind=kind) if branches else partial(accept, k=k, kind=kind),
+                fn=partial(acceptor.branch, kind=kind) if branches else partial(acceptor.block, k=k, kind=kind),
                 slots={"rows": rows, "logits": Slot(unit=Unit.TOKEN, dtype=dtype, shape=part, pad=Pad.KEEP)},
-                outputs={**outcome, "path": number(1 + tree.depth)} if branches else outcome,
+                outputs={**outcome, "path": _numbers(1 + tree.depth)} if branches else outcome,
                 tokens_per_row=1 + k,
             )
             for kind in SamplingKind
@@ -154,16 +180,21 @@ def accept_phases(
     phases += [
         Phase(
             name=accept_name("accept.prompt", kind),
-            fn=partial(accept_prompt, kind=kind),
+            fn=partial(acceptor.prompt, kind=kind),
             slots={
                 "ending_rows": rows,
                 "prompt_logits": Slot(unit=Unit.ROW, dtype=dtype, shape=part, pad=Pad.KEEP),
             },
-            outputs={"first_token": number(1)},
+            outputs={"first_token": _numbers(1)},
         )
         for kind in SamplingKind
     ]
     return phases
+
+
+def _numbers(columns: int | None = None) -> Output:
+    """One of each row, or so many."""
+    return Output(unit=Unit.ROW, dtype=torch.int32, shape=() if columns is None else (columns,))
 
 
 def compact_phases(state: RowState, tree: DraftTree, caches: Sequence[Tensor]) -> list[Phase]:
