@@ -18,7 +18,7 @@ from draftloop.drafters.dflash_config import BLOCK_PRESETS, DFlashConfig, check_
 from draftloop.drafters.dflash_files import MASK_EMBEDDING
 from draftloop.drafters.kinds import kind_of
 from draftloop.errors import ConfigError
-from draftloop.models.config import PRESETS
+from draftloop.models.presets import PRESETS
 from heads import DRAFT_VOCAB, head_config, tiny_head
 from helpers import answers, greedy, make_engine, oracle, prompts, tiny_model
 

@@ -15,7 +15,7 @@ from blocks import block_config, block_json, block_weights, dspark_heads, tiny_b
 from draftloop.drafters.dflash_config import BLOCK_PRESETS, DFlashConfig, check_target, parse
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
-from draftloop.models.config import PRESETS
+from draftloop.models.presets import PRESETS
 from draftloop.request import SamplingParams
 from heads import DRAFT_VOCAB, write_head
 from helpers import (

@@ -18,9 +18,10 @@ from draftloop.drafters.fill import target_ids
 from draftloop.drafters.kinds import kind_of, plain_name
 from draftloop.drafters.made_for import TARGET_KEY
 from draftloop.errors import ConfigError
-from draftloop.models.config import PRESETS, ModelConfig
+from draftloop.models.config import ModelConfig
 from draftloop.models.dense import FINAL_HIDDEN
 from draftloop.models.fingerprint import fingerprint
+from draftloop.models.presets import PRESETS
 from heads import config_json, file_names, head_config, head_weights, tiny_head, write_head
 from helpers import VOCAB, answers, engine, greedy, make_engine, oracle, prompts, tiny_model
 
@@ -199,6 +200,8 @@ def test_tables_that_a_head_lacks_are_the_targets_and_that_is_said(caplog):
             assert torch.equal(head.embed_tokens, weights["embed_tokens.weight"])
             assert torch.equal(head.lm_head, weights["lm_head.weight"])
             assert said == []
+        asked = prompts(1)[0]
+        assert answers(llm.generate(asked, greedy(6))) == [oracle(asked, 6)], "the target keeps its own, too"
 
 
 def test_a_head_that_was_made_for_other_weights_says_so(caplog, tmp_path):

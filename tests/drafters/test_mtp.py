@@ -22,8 +22,9 @@ from draftloop.errors import ConfigError
 from draftloop.graphs.phase import ModeSetting
 from draftloop.kernels.rms_norm import Store
 from draftloop.kvcache.rows import NO_DRAFT
-from draftloop.models.config import PRESETS, ModelConfig
+from draftloop.models.config import ModelConfig
 from draftloop.models.dense import attention_shape
+from draftloop.models.presets import PRESETS
 from gemma4 import gemma4_target
 from heads import MTP_KEYS, module_weights, mtp_target, mtp_variant, mtp_weights, write_mtp_target
 from helpers import (

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from draftloop.attention.sdpa import SdpaBackend
 from draftloop.errors import ConfigError
 from draftloop.models import resolve, smollm2
-from draftloop.models.config import PRESETS, ModelConfig
+from draftloop.models.config import ModelConfig
 from draftloop.models.dense import DenseDecoder, attention_shape
 from draftloop.models.loader import ModelSource, eos_token_ids, load_config, load_model, load_tokenizer, resolve_model
+from draftloop.models.presets import PRESETS
 
 CPU = torch.device("cpu")
 TINY = PRESETS["tiny"]

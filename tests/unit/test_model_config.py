@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from draftloop.errors import ConfigError
-from draftloop.models.config import ARCHITECTURES, PRESETS, ModelConfig
+from draftloop.models.config import ARCHITECTURES, ModelConfig
 from draftloop.models.experts_config import ExpertsConfig
+from draftloop.models.presets import PRESETS
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,7 +17,8 @@ from draftloop.drafters.files import Shape
 from draftloop.drafters.kinds import KINDS, check_kind, plain_name
 from draftloop.drafters.shapes import SINK, check_shapes, count_layers, decoder_config, fc_cause, projection_shapes
 from draftloop.errors import ConfigError
-from draftloop.models.config import PRESETS, LayerType, ModelConfig
+from draftloop.models.config import LayerType, ModelConfig
+from draftloop.models.presets import PRESETS
 
 Method = Literal["dflash", "dspark"]
 

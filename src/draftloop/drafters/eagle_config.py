@@ -19,8 +19,9 @@ from draftloop.drafters.kinds import KINDS, check_kind, plain_name
 from draftloop.drafters.masks import mask_token
 from draftloop.drafters.shapes import check_shapes, count_layers, decoder_config, fc_cause, projection_shapes
 from draftloop.errors import ConfigError
-from draftloop.models.config import PRESETS, ModelConfig
+from draftloop.models.config import ModelConfig
 from draftloop.models.dense import FINAL_HIDDEN
+from draftloop.models.presets import PRESETS
 
 Method = Literal["eagle", "eagle3", "peagle"]
 

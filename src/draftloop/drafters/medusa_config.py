@@ -19,7 +19,8 @@ from draftloop.drafters.files import Shape
 from draftloop.drafters.kinds import KINDS, check_kind
 from draftloop.drafters.shapes import check_shapes
 from draftloop.errors import ConfigError
-from draftloop.models.config import PRESETS, ModelConfig
+from draftloop.models.config import ModelConfig
+from draftloop.models.presets import PRESETS
 
 TOKEN_MAP = "token_map"
 """int64 [W]: the target's id of each draft id."""

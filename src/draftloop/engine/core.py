@@ -9,7 +9,7 @@ from collections.abc import Collection
 from draftloop.engine.adapters import Adapters
 from draftloop.engine.check_request import RequestChecker
 from draftloop.engine.detokenizer import Detokenizer
-from draftloop.engine.flight import Emitted, InFlight, Report
+from draftloop.engine.flight import Emitted, InFlight
 from draftloop.engine.lockstep import Lockstep
 from draftloop.engine.logprobs import LogprobReader
 from draftloop.engine.observe import observed_block, observed_chunks
@@ -285,14 +285,14 @@ class EngineCore:
                 sequence.has_drafts = emitted.has_drafts[sequence.row]
         changed = []
         observed = observed_chunks(flight, emitted)  # before first tokens end some of these requests
-        self._report_prompts(flight, emitted)
+        self._reader.add_prompts(flight, emitted)
         ending = [(at, chunk.sequence) for at, chunk in enumerate(plan.chunks) if chunk.emits]
         for (at, sequence), token in zip(ending, emitted.first_tokens, strict=True):
             if flight.still_runs(sequence):
                 sequence.first_token = time.perf_counter()
                 report = emitted.first_logprobs
                 tokens = [token] if token >= 0 else []
-                self._report(sequence, tokens, report and (report[0][at : at + 1], report[1][at : at + 1]))
+                self._reader.add(sequence, tokens, report and (report[0][at : at + 1], report[1][at : at + 1]))
                 changed.append(self._append(sequence, tokens))
                 if sequence.traced:
                     self._trace(sequence, 0, [])
@@ -305,7 +305,7 @@ class EngineCore:
                 drafting.accepted(sequence, num_drafted, num_accepted)
                 known = len(sequence.output_ids)
                 report = emitted.logprobs
-                self._report(sequence, tokens, report and (report[0][index], report[1][index]))
+                self._reader.add(sequence, tokens, report and (report[0][index], report[1][index]))
                 changed.append(self._append(sequence, tokens))
                 if sequence.traced:
                     self._trace(sequence, num_accepted, emitted.drafts[index] if emitted.drafts else [])
@@ -328,29 +328,6 @@ class EngineCore:
         now, before = time.perf_counter(), self._last_decode
         self._last_decode = None if plan.chunks else now
         return None if before is None or plan.chunks else (now - before) * 1e3
-
-    def _report_prompts(self, flight: InFlight, emitted: Emitted) -> None:
-        """Logprobs of the prompt tokens that stand behind those of this step."""
-        if emitted.prompt_logprobs is None:
-            return
-        ids_TP, values_TP = emitted.prompt_logprobs
-        start = 0
-        for chunk in flight.plan.chunks:
-            sequence, num_top = chunk.sequence, chunk.sequence.params.prompt_logprobs
-            if num_top is not None and flight.still_runs(sequence):
-                known = len(sequence.prompt_logprobs)  # some may be from before a preemption
-                for position in range(max(known, chunk.start + 1), min(chunk.end + 1, sequence.num_prompt)):
-                    at, token = start + position - chunk.start - 1, sequence.prompt_ids[position]
-                    sequence.prompt_logprobs.append(self._reader.read(token, ids_TP[at], values_TP[at], num_top))
-            start += chunk.count
-
-    def _report(self, sequence: Sequence, tokens: list[int], report: Report | None) -> None:
-        """Logprobs of tokens that are about to be taken; those past the request's end are dropped with them."""
-        num_top = sequence.params.logprobs
-        if num_top is not None:
-            assert report is not None, "a step with a row that asks for logprobs did not report them"
-            for token, ids_P, values_P in zip(tokens, *report, strict=False):
-                sequence.logprobs.append(self._reader.read(token, ids_P, values_P, num_top))
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[Sequence, str]:
         """Take tokens up to the first one that ends the request. None at all: its logits were bad."""

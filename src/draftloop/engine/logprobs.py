@@ -20,6 +20,7 @@ from torch import Tensor
 from draftloop.attention.tree import path_slot
 from draftloop.config.draft_tree import DraftTree
 from draftloop.drafters.base import count_name
+from draftloop.engine.flight import Emitted, InFlight, Report
 from draftloop.graphs.phase import Launch, Output, Pad, Phase, Slot, Unit
 from draftloop.kvcache.rows import RowState
 from draftloop.models.output_head import Vocabulary
@@ -29,6 +30,7 @@ from draftloop.sampling.commit import OUTCOME_COUNTS, target_probabilities
 from draftloop.sampling.logits_processors import LogitsProcessor
 from draftloop.sampling.logprobs import CHUNK, raw_logprobs, token_logprobs
 from draftloop.sampling.sampler import SamplingKind
+from draftloop.scheduler.batch import Sequence as Request
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
@@ -156,13 +158,36 @@ def prompt_report(
 
 
 class LogprobReader:
-    """Makes of a position's report what a request is given."""
+    """Makes of reports what requests are given."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
-    def read(self, token: int, ids_P: Tensor, values_P: Tensor, num_top: int) -> Logprobs:
+    def add(self, request: Request, tokens: list[int], report: Report | None) -> None:
+        """Of tokens that are about to be taken; those past the request's end are dropped with them."""
+        num_top = request.params.logprobs
+        if num_top is not None:
+            assert report is not None, "a step with a row that asks for logprobs did not report them"
+            for token, ids_P, values_P in zip(tokens, *report, strict=False):
+                request.logprobs.append(self._read(token, ids_P, values_P, num_top))
+
+    def add_prompts(self, flight: InFlight, emitted: Emitted) -> None:
+        """Of the prompt tokens that stand behind those of this step."""
+        if emitted.prompt_logprobs is None:
+            return
+        ids_TP, values_TP = emitted.prompt_logprobs
+        start = 0
+        for chunk in flight.plan.chunks:
+            request, num_top = chunk.sequence, chunk.sequence.params.prompt_logprobs
+            if num_top is not None and flight.still_runs(request):
+                known = len(request.prompt_logprobs)  # some may be from before a preemption
+                for position in range(max(known, chunk.start + 1), min(chunk.end + 1, request.num_prompt)):
+                    at, token = start + position - chunk.start - 1, request.prompt_ids[position]
+                    request.prompt_logprobs.append(self._read(token, ids_TP[at], values_TP[at], num_top))
+            start += chunk.count
+
+    def _read(self, token: int, ids_P: Tensor, values_P: Tensor, num_top: int) -> Logprobs:
         """`token` and the `num_top` likeliest; a token that is both comes once."""
         ids, values = ids_P[: 1 + num_top].tolist(), values_P[: 1 + num_top].tolist()
         found = {token: Logprob(logprob=values[0], rank=ids[0], decoded_token=self._text(token))}

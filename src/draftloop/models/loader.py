@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftloop.errors import ConfigError
-from draftloop.models.config import ARCHITECTURES, GEMMA4_ARCHITECTURES, PRESETS, ModelConfig
+from draftloop.models.config import ARCHITECTURES, GEMMA4_ARCHITECTURES, ModelConfig
 from draftloop.models.fallback_config import FallbackConfig, read_fallback_config
 from draftloop.models.gemma4_config import Gemma4Config
+from draftloop.models.presets import PRESETS
 from draftloop.models.quantisation import chosen
 from draftloop.models.resolve import (
     ALIASES,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from draftloop.errors import ConfigError, nearest
 from draftloop.models import gemma3, smollm2
-from draftloop.models.config import PRESETS
+from draftloop.models.presets import PRESETS
 
 logger = logging.getLogger(__name__)
 

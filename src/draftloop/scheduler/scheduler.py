@@ -12,9 +12,10 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence as Many
 
 from draftloop.errors import RequestError
-from draftloop.kvcache.pages import PageAllocator, page_key, root_key
+from draftloop.kvcache.pages import PageAllocator
 from draftloop.scheduler.batch import Chunk, Sequence, Stage, StepPlan
 from draftloop.scheduler.drafting import Drafting, FixedDrafts
+from draftloop.scheduler.prefixes import find_prefix, register_prefix
 
 NOTHING = StepPlan(chunks=(), decodes=())
 
@@ -277,37 +278,16 @@ class Scheduler:
 
     # ---- prefixes ---------------------------------------------------------------------------
 
-    def _keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """Of the pages that its first `num_tokens` fill."""
-        count, size = num_tokens // self.pages.page_size, self.pages.page_size
-        keys = sequence.page_keys
-        if len(keys) < count:
-            ids = sequence.token_ids
-            for page in range(len(keys), count):
-                before = keys[-1] if keys else self._root_key(sequence)
-                keys.append(page_key(before, ids[page * size : (page + 1) * size]))
-        return keys[:count]
-
-    def _root_key(self, sequence: Sequence) -> bytes:
-        adapter = sequence.adapter.number if sequence.adapter else 0
-        return root_key(sequence.cache_salt, self.pages.generation, adapter)
-
     def _find_pages(self, sequence: Sequence) -> list[int]:
         """Pages that hold what its first tokens would fill them with."""
         if not self.prefix_caching or sequence.reports_prompt:
             return []
-        found = self.pages.find(self._keys(sequence, sequence.num_to_prefill))
-        # only the last page held may be written again, so that what runs again must begin in it
-        return found[: max(len(found) - (self.num_rerun - 1) // self.pages.page_size, 0)]
+        return find_prefix(sequence, self.pages, num_rerun=self.num_rerun)
 
     def _register(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the pages that its first `num_tokens` fill."""
-        if not self.prefix_caching or sequence.generation != self.pages.generation:
-            return
-        for page in range(sequence.num_registered, num_tokens // self.pages.page_size):
-            key = self._keys(sequence, num_tokens)[page]
-            self.pages.register(sequence.pages[page], key)
-            sequence.num_registered = page + 1
+        if self.prefix_caching:
+            register_prefix(sequence, num_tokens, self.pages)
 
     def _register_output(self, sequence: Sequence) -> None:
         """The bonus token is not in the caches yet."""
