@@ -114,6 +114,7 @@ def test_the_table_counts_rows_that_decode():
     assert [DraftsByRows(drafting.counts, drafting.table).choose(rows(n)) for n in (1, 4, 5, 8, 9, 64, 65)] == [
         3, 3, 1, 1, 0, 0, 3,
     ]  # fmt: skip
+    assert drafting.choose(rows(4), num_joining=60) == 3, "prompts that join are no part of it yet"
 
 
 def test_fewer_are_drafted_at_once_when_rows_join():
