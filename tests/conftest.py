@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -61,3 +63,13 @@ def _few_threads() -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """A command sends draftloop's log to stderr, past all that listen: not beyond the test that gave it."""
+    yield
+    logger = logging.getLogger("draftloop")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True

@@ -44,6 +44,11 @@ SHARES_OPTIONS = ("cascade",)
 OVERLAPPING = [case for case in LOSSLESS if not works_on_host(*case.values)]
 
 
+def each(cases: list) -> pytest.MarkDecorator:
+    """All tests of one drafter come together, so that they find the engines of the last ones."""
+    return pytest.mark.parametrize(("name", "index"), cases, scope="module")
+
+
 def config(name: str, index: int) -> dict:
     found = example_configs().get(name)
     assert found, f"drafter {name!r} has no example configuration; add one to example_configs() in tests/helpers.py"
@@ -79,7 +84,7 @@ def test_every_drafter_says_what_it_can_do(name):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+@each(LOSSLESS)
 def test_greedy_text_is_that_of_the_plain_engine(name, index, mode):
     llm = drafting(name, index, cudagraph_mode=mode.value)
     for poison, batch in ((False, 3), (True, 1), (True, 3), (True, 7)):
@@ -90,7 +95,7 @@ def test_greedy_text_is_that_of_the_plain_engine(name, index, mode):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
-@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+@each(LOSSLESS)
 def test_chunked_prompts_beside_decoding_rows(name, index, overlap):
     """Prompts of 1 to 20 tokens, 24 tokens of budget: they are cut while others decode, at either depth."""
     if overlap and works_on_host(name, index):
@@ -102,7 +107,7 @@ def test_chunked_prompts_beside_decoding_rows(name, index, overlap):
     assert_all_free(llm)
 
 
-@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+@each(LOSSLESS)
 def test_the_length_limit_inside_a_block_is_met_exactly(name, index):
     llm = drafting(name, index, max_model_len=40, poison=True)
     asked = [prompt for prompt in prompts(7, longest=39) if len(prompt) < 40]
@@ -146,7 +151,7 @@ def test_a_draft_model_that_takes_fewer_tokens_than_the_target_drafts_as_far_as_
     assert answers(llm.generate(prompt, greedy(100))) == [oracle(prompt, 100)]
 
 
-@pytest.mark.parametrize(("name", "index"), CASES)
+@each(CASES)
 def test_max_tokens_is_met_exactly_wherever_it_falls_in_a_block(name, index):
     llm = drafting(name, index, poison=True)
     counts = range(1, 2 * config(name, index)["num_speculative_tokens"] + 3)
@@ -159,7 +164,7 @@ def test_max_tokens_is_met_exactly_wherever_it_falls_in_a_block(name, index):
     assert llm.get_metrics()["generation_tokens"] == sum(counts)
 
 
-@pytest.mark.parametrize(("name", "index"), CASES)
+@each(CASES)
 def test_coverage_is_complete_and_nothing_that_may_be_a_graph_runs_eager(name, index):
     llm = drafting(name, index, cudagraph_mode="FULL", require_graphs=True)
     table = llm.engine.table
@@ -171,7 +176,7 @@ def test_coverage_is_complete_and_nothing_that_may_be_a_graph_runs_eager(name, i
     assert report.replays["target.verify" if DRAFTERS[name].drafts else "target.decode"] > 0
 
 
-@pytest.mark.parametrize(("name", "index"), CASES)
+@each(CASES)
 def test_a_request_may_decline_speculation_beside_others(name, index):
     llm = drafting(name, index, poison=True)
     core, asked = llm.engine.core, prompts(6)
@@ -191,7 +196,7 @@ def test_a_request_may_decline_speculation_beside_others(name, index):
         assert ended == {str(i): expected(name, prompt, 20) for i, prompt in enumerate(asked)}
 
 
-@pytest.mark.parametrize(("name", "index"), CASES)
+@each(CASES)
 def test_a_request_may_cap_its_drafts_beside_others(name, index):
     most = config(name, index)["num_speculative_tokens"] if DRAFTERS[name].drafts else 0
     caps = [*range(most + 1), None]
@@ -217,7 +222,7 @@ def test_a_request_may_cap_its_drafts_beside_others(name, index):
     assert_all_free(llm)
 
 
-@pytest.mark.parametrize(("name", "index"), CASES)
+@each(CASES)
 def test_a_batch_that_declines_speculation_is_plain_decoding(name, index):
     llm = drafting(name, index)
     outputs = llm.generate(prompts(3), greedy(10), speculation=False)
@@ -229,7 +234,7 @@ def test_a_batch_that_declines_speculation_is_plain_decoding(name, index):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
-@pytest.mark.parametrize(("name", "index"), CASES)
+@each(CASES)
 def test_aborting_anywhere_frees_rows_and_pages_and_harms_nobody(name, index, overlap):
     if overlap and works_on_host(name, index):
         pytest.skip("needs the tokens of each step on the host")
@@ -250,7 +255,7 @@ def test_aborting_anywhere_frees_rows_and_pages_and_harms_nobody(name, index, ov
         assert all(tokens == expected(name, asked[int(i)], 24) for i, tokens in ended.items())
 
 
-@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+@each(LOSSLESS)
 def test_a_batch_that_shrinks_through_the_captured_sizes(name, index):
     """B10: 12 requests of 5, 10, .. 60 tokens; every draft is a token of the model after every step."""
     llm = engine(
@@ -282,7 +287,7 @@ def test_a_batch_that_shrinks_through_the_captured_sizes(name, index):
     assert_all_free(llm)
 
 
-@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+@each(LOSSLESS)
 def test_rows_without_temperature_are_greedy_beside_others_that_sample(name, index):
     """B22, for each drafter."""
     llm = drafting(name, index, poison=True)
@@ -296,7 +301,7 @@ def sampled(temperature: float = 1.0, **options) -> SamplingParams:
     return SamplingParams(**{"temperature": temperature, "max_tokens": 20, "seed": 7, **options})
 
 
-@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+@each(LOSSLESS)
 def test_a_seed_gives_the_same_tokens_alone_and_beside_neighbours(name, index):
     llm = drafting(name, index, poison=True)
     if llm.engine.drafter.remembers:
@@ -310,7 +315,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_beside_neighbours(name, index):
     assert alone != answers(llm.generate(asked[2], sampled(min_p=0.5)))[0], "the parameters reach the sampler"
 
 
-@pytest.mark.parametrize(("name", "index"), LOSSLESS)
+@each(LOSSLESS)
 def test_no_noise_is_used_for_two_positions(name, index):
     """Tokens are nearly uniform at this temperature, so noise that comes again shows as tokens that come again."""
     llm = drafting(name, index, cudagraph_mode="FULL")
@@ -320,7 +325,7 @@ def test_no_noise_is_used_for_two_positions(name, index):
         assert again <= 6, (distance, "expected is one in 160")
 
 
-@pytest.mark.parametrize(("name", "index"), FORCED)
+@each(FORCED)
 def test_forced_acceptance_has_the_length_that_was_asked_for(name, index):
     llm = drafting(name, index, max_num_batched_tokens=64)
     settings = config(name, index)
@@ -331,7 +336,7 @@ def test_forced_acceptance_has_the_length_that_was_asked_for(name, index):
     assert all(len(output.outputs[0].token_ids) == 100 for output in outputs)
 
 
-@pytest.mark.parametrize(("name", "index"), OVERLAPPING)
+@each(OVERLAPPING)
 def test_a_row_is_reused_while_a_step_of_its_last_owner_is_in_flight(name, index):
     """Answers end where the host could not foresee it, so at depth 2 each ended row runs once more."""
     llm = drafting(
@@ -355,7 +360,7 @@ def test_a_row_is_reused_while_a_step_of_its_last_owner_is_in_flight(name, index
     assert_all_free(llm)
 
 
-@pytest.mark.parametrize(("name", "index"), OVERLAPPING)
+@each(OVERLAPPING)
 def test_end_of_sequence_inside_a_block_ends_exactly_there(name, index):
     """The oracle's seventh token is declared the end; at depth 2 the next step is on its way by then."""
     prompt = prompts(6)[4]

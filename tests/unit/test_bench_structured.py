@@ -12,9 +12,16 @@ from draftloop.bench.schemas import KINDS, schema_prompts
 from draftloop.bench.structured import Judged, judge, run_structured, structured_rows
 from draftloop.config.engine import EngineConfig
 from draftloop.errors import ConfigError
+from draftloop.sampling import grammar
 
 pytest.importorskip("xgrammar")
 pytestmark = pytest.mark.skipif(find_spec("jsonschema") is None, reason="jsonschema is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_stays():
+    yield
+    grammar._COMPILERS.close()
 
 
 def test_the_schemas_are_valid_assorted_and_always_the_same():

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
-import pytest
-
 from draftloop.observability import log
 
 
-@pytest.fixture
-def root():
-    logger = logging.getLogger(log.ROOT)
-    before = logger.level, logger.propagate, list(logger.handlers)
-    logger.handlers.clear()
-    yield logger
-    logger.setLevel(before[0])
-    logger.propagate = before[1]
-    logger.handlers[:] = before[2]
-
-
-def test_setup_twice_logs_once(root, capsys):
+def test_setup_twice_logs_once(capsys):
     log.setup("INFO")
     log.setup("WARNING")
     logger = log.get_logger("draftloop.engine.core")
