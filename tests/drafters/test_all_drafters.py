@@ -87,7 +87,7 @@ def test_every_drafter_says_what_it_can_do(name):
 @each(LOSSLESS)
 def test_greedy_text_is_that_of_the_plain_engine(name, index, mode):
     llm = drafting(name, index, cudagraph_mode=mode.value)
-    for poison, batch in ((False, 3), (True, 1), (True, 3), (True, 7)):
+    for poison, batch in ((False, 7), (True, 1), (True, 3)):
         llm.engine.table.poison = poison
         asked = prompts(batch)
         assert answers(llm.generate(asked, greedy(24))) == [expected(name, p, 24) for p in asked], (poison, batch)

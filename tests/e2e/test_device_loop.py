@@ -97,8 +97,13 @@ def seven(temperature: float) -> list[SamplingParams]:
     return [SamplingParams(temperature=temperature, seed=7, max_tokens=5 + 3 * i) for i in range(7)]
 
 
-@pytest.mark.parametrize(("steps", "overlap"), [(2, False), (5, True), (64, False)])
-@pytest.mark.parametrize(("name", "index"), [*REPEATING, ("none", 0)])
+@pytest.mark.parametrize(
+    ("name", "index", "steps", "overlap"),
+    [
+        *[(name, index, 5, True) for name, index in [*REPEATING, ("none", 0)]],
+        *[("draft_model", 0, steps, False) for steps in (2, 64)],  # which is the loop's affair, whoever drafts
+    ],
+)
 def test_tokens_are_those_of_the_phases_one_by_one(name, index, steps, overlap):
     spec = example_configs()[name][index] if name != "none" else None
     loop = looping(steps, async_scheduling=overlap, speculative_config=spec)
