@@ -68,6 +68,20 @@ def test_the_page_that_is_copied_is_held_until_then():
     assert scheduler.pages.num_free == scheduler.pages.capacity
 
 
+@pytest.mark.parametrize("ends", [Scheduler.abort, Scheduler.preempt])
+def test_who_goes_before_the_page_is_copied_lets_go_of_it(ends):
+    scheduler = cached()
+    a, b = make_request("a", 40), make_request("b", 40)
+    add(scheduler, a)
+    step(scheduler)
+    add(scheduler, b)
+    scheduler.plan()
+    assert b.copied_page is not None
+    ends(scheduler, b)
+    scheduler.finish(a)
+    assert scheduler.pages.num_free == scheduler.pages.capacity
+
+
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [({}, 31), ({"cache_salt": "x"}, 0), ({"params": SamplingParams(prompt_logprobs=0)}, 0)],
