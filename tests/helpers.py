@@ -88,7 +88,7 @@ def make_table(
 _NUMBERS = itertools.count()
 
 
-def make_scheduler(*, num_pages: int = 65, page_size: int = 16, **settings: int) -> Scheduler:
+def make_scheduler(*, num_pages: int = 65, page_size: int = 16, **settings: Any) -> Scheduler:
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_prefill_rows": 4, "max_model_len": 128}
     return Scheduler(PageAllocator(num_pages, page_size), **{**defaults, "num_drafts": 0, **settings})
 

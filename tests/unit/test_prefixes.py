@@ -149,6 +149,29 @@ def test_a_reset_while_requests_run_finds_nothing_from_before():
     assert scheduler.pages.num_registered == 2
 
 
+@pytest.mark.parametrize("before", ["waits", "runs"])
+def test_what_is_computed_after_a_reset_is_found_whoever_computes_it(before):
+    scheduler = cached(max_num_seqs=1)
+    first, other = make_request("first", 20), make_request("other", 40)
+    if before == "waits":
+        add(scheduler, first, other)
+        step(scheduler)
+        assert not scheduler.has_prompt_to_run(), "having looked for its pages"
+        scheduler.reset_prefix_cache()
+        scheduler.finish(first)
+    else:
+        add(scheduler, other)
+        step(scheduler)
+        scheduler.reset_prefix_cache()
+        scheduler.preempt(other)
+    step(scheduler)
+    assert other.num_cached == 0
+    scheduler.finish(other)
+    (again,) = add(scheduler, make_request("again", 40))
+    step(scheduler)
+    assert again.num_cached == 31
+
+
 def test_what_a_request_with_bad_logits_computed_is_not_found():
     scheduler = cached()
     a = make_request("a", 40)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from draftloop.errors import RequestError
 from draftloop.scheduler.batch import Sequence, Stage
+from draftloop.scheduler.drafting import DraftsByRows
 from draftloop.scheduler.scheduler import Scheduler
 from helpers import check_books, make_request, make_scheduler
 from schedules import add, emit, step
@@ -49,6 +50,27 @@ def test_decoding_rows_take_their_tokens_out_of_the_budget(num_drafts):
     step(scheduler)
     add(scheduler, make_request("c", 60))
     assert step(scheduler) == ([("c", 0, 32 - 2 * (1 + num_drafts))], ["a", "b"])
+
+
+def test_prompts_that_join_do_not_change_the_number_of_drafts():
+    """B51: it follows from the rows that decode, and prompts do not yet."""
+    scheduler = make_scheduler(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_drafts=3,
+        drafting=DraftsByRows((0, 3), [(1, 4, 3), (5, 8, 0)]),
+    )
+    decoding = add(scheduler, *(make_request(f"d{i}", 4, max_tokens=40) for i in range(4)))
+    step(scheduler)
+    add(scheduler, *(make_request(f"p{i}", 120, max_tokens=4) for i in range(3)))
+    counts = []
+    for _ in range(12):
+        plan = scheduler.plan()
+        counts.append((len(plan.decodes), plan.num_drafts))
+        scheduler.launched(plan)
+        for sequence in decoding:
+            emit(sequence)
+    assert set(counts) == {(4, 3), (5, 0), (6, 0), (7, 0)}
 
 
 def test_prompts_advance_even_where_decoding_rows_fill_the_budget():
