@@ -64,6 +64,7 @@ class CudaRecorder(Recorder):
 
         def run(body: Body) -> None:
             if not hasattr(local, "stream"):
+                torch.cuda.synchronize(self.device)  # the thread has a context after that, which cuBLAS wants to find
                 local.stream = torch.cuda.Stream(self.device)
             with torch.inference_mode(), torch.cuda.stream(local.stream):
                 body(in_place)
