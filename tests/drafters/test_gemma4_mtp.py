@@ -234,24 +234,6 @@ def test_the_target_as_its_own_draft_model_is_always_right():
     llm.close()
 
 
-def test_rows_stop_drafting_at_the_limit_that_was_set():
-    spec = {"method": "gemma4_mtp", "model": gemma4_assistant(), "num_speculative_tokens": K, "max_model_len": 20}
-    llm = make_engine(gemma4_target(), speculative_config=spec, async_scheduling=False)
-    state = llm.engine.core.worker.state
-    fits = set()
-
-    def check(sequence, tokens: list[int]) -> None:
-        drafts = state.drafts_MK[sequence.row].tolist()
-        fit = min(max(20 - len(tokens), 0), K)
-        assert [draft >= 0 for draft in drafts] == [i < fit for i in range(K)]
-        fits.add(fit)
-
-    steps(llm, [prompts(1)[0][:4]], 30, check)
-    assert {0, K} <= fits
-    assert "rows stop drafting at 20 tokens" in llm.engine.drafter.describe()
-    llm.close()
-
-
 # ---- what cannot work, and says so -----------------------------------------------------------
 
 
