@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from draftloop.errors import GraphError
-from draftloop.graphs.cuda_loop import SOURCE, _arguments, _cached_kernel, _definitions, compile_kernel
+from draftloop.graphs.cuda_loop import SOURCE, _arguments, definitions
 from draftloop.graphs.loop import Watched
 from draftloop.graphs.ring import Ring, Stop, Word
+from draftloop.kernels.cuda_source import compile_source, kept_image
 
 ONE_THREAD = """
 #define __global__
@@ -40,7 +41,7 @@ def kernel() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "loop.cpp", Path(folder) / "loop.so"
         source.write_text(ONE_THREAD + SOURCE.read_text())
-        options = [option.decode() for option in _definitions()]
+        options = [f"-D{name}={value}" for name, value in definitions().items()]
         subprocess.run(["c++", "-shared", "-fPIC", *options, str(source), "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 
@@ -128,11 +129,11 @@ def test_other_ranks_stop_when_the_first_one_does():
 
 def test_it_compiles_and_the_result_is_kept(tmp_path):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings comes with torch's CUDA builds")
-    image = _cached_kernel((9, 0), tmp_path)
+    image = kept_image(SOURCE, definitions(), (9, 0), tmp_path)
     assert image.startswith(b"\x7fELF")
     (kept,) = tmp_path.iterdir()
     kept.write_bytes(b"kept")
-    assert _cached_kernel((9, 0), tmp_path) == b"kept"
+    assert kept_image(SOURCE, definitions(), (9, 0), tmp_path) == b"kept"
 
 
 def test_what_the_compiler_says_is_passed_on(monkeypatch):
@@ -155,9 +156,9 @@ def test_what_the_compiler_says_is_passed_on(monkeypatch):
         module.nvrtc = nvrtc
         monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(GraphError, match=r"NVRTC cannot compile loop\.cu: loop\.cu\(1\): error: no such type$"):
-        compile_kernel((9, 0))
+        compile_source(SOURCE, definitions(), (9, 0))
     assert destroyed == ["program"]
     nvrtc.nvrtcCreateProgram = lambda *arguments: (4,)
     nvrtc.nvrtcGetErrorString = lambda code: (0, b"NVRTC_ERROR_INVALID_PROGRAM")
     with pytest.raises(GraphError, match="NVRTC: NVRTC_ERROR_INVALID_PROGRAM"):
-        compile_kernel((9, 0))
+        compile_source(SOURCE, definitions(), (9, 0))

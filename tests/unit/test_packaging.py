@@ -28,6 +28,7 @@ NEEDED = (
     "draftloop/py.typed",
     "draftloop/server/page/index.html",
     "draftloop/graphs/loop.cu",
+    "draftloop/kernels/streamed_layer.cu",
     "draftloop/bench/prompts/mt_bench.jsonl",
     "draftloop/shipped/smollm2-135m-eagle3/model.safetensors",
 )

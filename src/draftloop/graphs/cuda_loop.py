@@ -1,34 +1,29 @@
 """A device loop on CUDA: a conditional WHILE node whose body is a captured graph and `next_iteration` of loop.cu.
 
-The kernel is compiled once for each kind of GPU, by NVRTC, and kept on disk. Neither nvcc nor the device
-runtime library is needed: the driver itself supplies `cudaGraphSetConditional` when it loads the kernel.
+The device runtime library is not needed: the driver itself supplies `cudaGraphSetConditional` when it loads the kernel.
 Source: CUDA C++ Programming Guide, "Conditional Graph Nodes".
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import tempfile
 from functools import cache
 from pathlib import Path
-from string import whitespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftloop.config.env import Environment
 from draftloop.distributed.group import Group
 from draftloop.errors import GraphError
 from draftloop.graphs.loop import Loop, Watched, ended_early
 from draftloop.graphs.program import Program
 from draftloop.graphs.ring import Ring, Stop, Word
+from draftloop.kernels.cuda_source import bindings_version, load_kernel
 from draftloop.kernels.driver import DriverError, ask, bindings
 
 SOURCE = Path(__file__).with_name("loop.cu")
-KERNEL = b"next_iteration"
+KERNEL = "next_iteration"
 THREADS = 256
 FIRST_DRIVER = 12040
 """CUDA 12.4, the first with conditional nodes in this form."""
@@ -86,58 +81,15 @@ def why_not(device: torch.device) -> str:
     return ""
 
 
-def compile_kernel(capability: tuple[int, int]) -> bytes:
-    """loop.cu as machine code. Needs NVRTC, but no GPU. Raises GraphError with the compiler's words."""
-    from cuda.bindings import nvrtc  # pyrefly: ignore[missing-import]
-
-    def check(result: tuple) -> Any:
-        if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise GraphError(f"NVRTC: {nvrtc.nvrtcGetErrorString(result[0])[1].decode()}")
-        return result[1] if len(result) > 1 else None
-
-    options = [b"--gpu-architecture=sm_%d%d" % capability, *_definitions()]
-    program = check(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], []))
-    try:
-        result = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
-            check(nvrtc.nvrtcGetProgramLog(program, log))
-            raise GraphError(f"NVRTC cannot compile {SOURCE.name}: {log.decode().strip(chr(0) + whitespace)}")
-        image = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
-        check(nvrtc.nvrtcGetCUBIN(program, image))
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    return image
-
-
-def _definitions() -> list[bytes]:
-    """The numbers that both sides of the ring use, as options of a C compiler."""
+def definitions() -> dict[str, int]:
+    """The numbers that both sides of the ring use, as macros."""
     numbers = {f"{kind}_{one.name}": one.value for kind, all in (("WORD", Word), ("STOP", Stop)) for one in all}
-    return [f"-D{name}={value}".encode() for name, value in {**numbers, "STOP_KINDS": len(Stop)}.items()]
-
-
-def _cached_kernel(capability: tuple[int, int], folder: Path) -> bytes:
-    """The same from disk, where an earlier start has left it. Processes may do this at the same time."""
-    parts = [SOURCE.read_bytes(), *_definitions(), repr((capability, _bindings_version())).encode()]
-    found = folder / f"loop-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.cubin"
-    if found.exists():
-        return found.read_bytes()
-    image = compile_kernel(capability)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as scratch:
-            scratch.write(image)
-        os.replace(scratch.name, found)
-    except OSError:
-        pass  # a cache that cannot be written costs a tenth of a second at the next start
-    return image
+    return {**numbers, "STOP_KINDS": len(Stop)}
 
 
 @cache
 def _kernel(device: torch.device) -> Any:
-    folder = Environment.read().cache_root / "device_loop"
-    module = _ask("cuModuleLoadData", _cached_kernel(torch.cuda.get_device_capability(device), folder))
-    return _ask("cuModuleGetFunction", module, KERNEL)
+    return load_kernel(SOURCE, definitions(), KERNEL, device)
 
 
 def _instantiate(raw_graph: int, num_rows: int, watched: Watched, ring: Ring) -> Any:
@@ -153,7 +105,7 @@ def _instantiate(raw_graph: int, num_rows: int, watched: Watched, ring: Ring) ->
         params.conditional.size = 1
         params.conditional.ctx = context
         edges = (
-            (None, None, 0) if int(_bindings_version().split(".")[0]) >= 13 else (None, 0)
+            (None, None, 0) if int(bindings_version().split(".")[0]) >= 13 else (None, 0)
         )  # CUDA 13 may annotate them
         _ask("cuGraphAddNode", graph, *edges, params)
         body = params.conditional.phGraph_out[0]
@@ -199,12 +151,6 @@ def _ask(name: str, *args: Any) -> Any:
         return ask(name, *args)
     except DriverError as error:
         raise GraphError(str(error)) from error
-
-
-def _bindings_version() -> str:
-    from cuda.bindings import __version__  # pyrefly: ignore[missing-import]
-
-    return __version__
 
 
 def _dotted(version: int) -> str:

@@ -27,6 +27,7 @@ from draftloop.models.layers import DecoderLayer, norm_dtype, parameter
 from draftloop.models.moe import MixtureOfExperts, are_fused
 from draftloop.models.rope import cos_sin_table
 from draftloop.models.shards import Slices, shard
+from draftloop.models.streamed import behind_attentions, stream
 from draftloop.models.weights import Destination
 
 
@@ -114,6 +115,12 @@ class DenseDecoder(Decoder):
         self, embedded_TC: Tensor, caches: LayerCaches, batch: AttentionBatch, *, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """`forward` for tokens that are embedded already."""
+        behind = behind_attentions(self.decoder_layers, self.final_norm, embedded_TC)
+        if behind is not None:
+            hidden_TC, residuals = stream(
+                self.decoder_layers, behind, embedded_TC, caches, self.cos_sin_tables, batch, self.backend
+            )
+            return hidden_TC, [hidden_TC if index == FINAL_HIDDEN else residuals[index] for index in aux_layers]
         residual_TC, out = embedded_TC, None
         aux: dict[int, Tensor] = {}
         for index, (layer, kv_2PSGD) in enumerate(zip(self.decoder_layers, caches, strict=True)):

@@ -92,15 +92,18 @@ class Attention(torch.nn.Module):
 
         The output is as `residual_linear` returns it, unless a norm follows.
         """
-        q_THD = self.write(x_TC, kv_2PSGD, cos_sin_LD, batch)
+        out_TE = self.attend(self.write(x_TC, kv_2PSGD, cos_sin_LD, batch), kv_2PSGD, batch, backend)
+        out = summed_linear(out_TE, self.o_weight, self.o_bias, self.group, before_norm=self.before_norm)
+        return adapted(out, out_TE, batch.adapters_T, self.o_lora)
+
+    def attend(self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, backend: AttentionBackend) -> Tensor:
+        """What `write` returns -> what the output projection reads, [T, heads * head size]."""
         # allocated here: a piecewise graph breaks at the call, and its next segment reads this memory
         out_THD = torch.empty_like(q_THD)
         batch.attend(
             lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window, sinks_H=self.sinks)
         )
-        out_TE = out_THD.view(-1, self.query_size)
-        out = summed_linear(out_TE, self.o_weight, self.o_bias, self.group, before_norm=self.before_norm)
-        return adapted(out, out_TE, batch.adapters_T, self.o_lora)
+        return out_THD.view(-1, self.query_size)
 
     def write(self, x_TC: Tensor, kv_2PSGD: Tensor, cos_sin_LD: Tensor, batch: AttentionBatch) -> Tensor:
         """Write this pass's keys and values to the cache, and return its queries, [T, heads, head size]."""
@@ -108,6 +111,12 @@ class Attention(torch.nn.Module):
         qkv = adapted(project(x_TC, self.qkv_weight, self.qkv_bias), x_TC, batch.adapters_T, self.qkv_lora)
         if self.whole_norm:
             qkv = self._normed(qkv)
+        return self.rotate(qkv, kv_2PSGD, cos_sin_LD, batch, x_TC.dtype)
+
+    def rotate(
+        self, qkv: Tensor, kv_2PSGD: Tensor, cos_sin_LD: Tensor, batch: AttentionBatch, dtype: torch.dtype
+    ) -> Tensor:
+        """The rest of `write`, of what is projected: [T, E], or sums of it as `qkv_linear` returns them."""
         return rope_write(
             qkv,
             batch.positions_T,
@@ -120,7 +129,7 @@ class Attention(torch.nn.Module):
             q_norm_D=None if self.whole_norm else self.q_norm,
             k_norm_D=None if self.whole_norm else self.k_norm,
             eps=self.eps,
-            dtype=x_TC.dtype,
+            dtype=dtype,
         )
 
     def _normed(self, qkv_TE: Tensor) -> Tensor:
