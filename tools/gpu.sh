@@ -19,6 +19,7 @@
 #   cache   keys and values of 8 bits against 16, at 512 and 8,192 tokens of context (about 3 minutes)
 #   moe     mixtures of experts: a sweep over tiles, Qwen3-30B-A3B's shape plain and with drafts, tests (about 4 minutes)
 #   kernels  128 rows, the small kernels, tiles of a 1B model (about 1 minute)
+#   stream  a layer's linears as one kernel: its tests, then the sweep that says where it is faster (about 1 minute)
 #   all     bench, start, blocks, quant, sampling, tests
 # What has a time limit is interrupted at it, and keeps what it has written: numbers after each batch size and load.
 # Copy the JSON files to docs/numbers, then `draftloop bench report docs/numbers` writes the page.
@@ -105,6 +106,12 @@ sweep() { # module, name of the file, then its other arguments; at the end the e
   mkdir -p "$out/sweep"
   timeout 120 "$python" -m "$module" --out "$file" "$@" || failed=1
   "$python" -m "$module" --entries "$file" || failed=1
+}
+
+stream() { # a pass that differs from the one before fails: MEASURED stays empty then
+  timeout 100 "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/parity/test_streamed_layer.py \
+    2>&1 | tee "$out/gpu-tests-stream.txt" || failed=1
+  timeout 60 "$python" -m draftloop.bench.sweep_streamed --out "$out/streamed.json" --seconds 40 || failed=1
 }
 
 sampling() { # drafts are drawn, and accepted by chance: what an iteration takes does not depend on how many
@@ -249,7 +256,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | moe | kernels) "$part" ;;
+  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | moe | kernels | stream) "$part" ;;
   all)
     bench
     start
@@ -259,7 +266,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, moe, kernels, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, moe, kernels, stream, all" >&2
     exit 2
     ;;
 esac

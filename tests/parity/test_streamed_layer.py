@@ -31,9 +31,9 @@ from draftloop.kernels.streamed_layer import (
     trying,
 )
 from draftloop.models import streamed
-from draftloop.models.config import PRESETS
 from draftloop.models.decoder import FINAL_HIDDEN
 from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
+from draftloop.models.presets import PRESETS
 
 LLAMA_8B, LLAMA_1B = Shape(4096, 4096, 14336, 6144), Shape(2048, 2048, 8192, 3072)
 SHAPES = [Shape(576, 576, 1536, 960), Shape(256, 512, 768, 1024), LLAMA_1B, LLAMA_8B]

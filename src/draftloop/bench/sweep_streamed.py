@@ -27,8 +27,8 @@ from draftloop.attention.registry import attention_backend
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, time_us
 from draftloop.bench.sweep_report import SweepReport
 from draftloop.kernels.streamed_layer import MAX_TOKENS, trying
-from draftloop.models.config import PRESETS
 from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
+from draftloop.models.presets import PRESETS
 
 NUM_KEYS, PAGE_SIZE, REPLAYS = 640, 16, 40
 
