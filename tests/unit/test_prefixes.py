@@ -132,6 +132,25 @@ def test_answers_are_found_too_but_not_where_the_drafter_was_not_fed():
         assert b.num_cached == expected
 
 
+def test_the_answer_of_a_request_that_was_preempted_is_found_though_its_drafter_was_not_fed_before():
+    """All of it has run again since, the drafter too."""
+    scheduler = cached()
+    a = make_request("a", 40, max_tokens=80)
+    add(scheduler, a)
+    step(scheduler)
+    scheduler.launched(scheduler.plan(), fed=False)
+    decode(scheduler, a, 10)
+    scheduler.preempt(a)
+    step(scheduler)
+    decode(scheduler, a, 40)
+    scheduler.finish(a)
+    b = make_request("b", 40)
+    b.prompt_ids = a.token_ids
+    add(scheduler, b)
+    step(scheduler)
+    assert b.num_cached == (a.num_tokens - 1) // 16 * 16 - 1
+
+
 def test_a_reset_while_requests_run_finds_nothing_from_before():
     scheduler = cached()
     a = make_request("a", 40, max_tokens=60)
