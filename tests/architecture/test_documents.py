@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from draftloop import cli
 
@@ -45,6 +47,17 @@ def test_relative_links_lead_somewhere():
             if not there:
                 broken.append(f"{path.relative_to(ROOT)}: {target}")
     assert not broken
+
+
+def test_every_document_is_a_page_of_the_site():
+    def pages(nav: object) -> Iterator[str]:
+        if isinstance(nav, str):
+            yield nav
+        for part in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+            yield from pages(part)
+
+    found = sorted(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert found == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 
 
 def test_python_blocks_compile():
