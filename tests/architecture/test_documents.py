@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from draftloop import cli
+from draftloop.models.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -86,6 +87,14 @@ def test_commands_are_what_the_program_takes(line):
     words = [word for word in shlex.split(line, comments=True) if word not in ("..", "...")]
     words = ["1" if re.fullmatch(r"[A-Z]", word) else word for word in words]  # a number's stand-in
     cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    assert "dummy" in words or not PRESETS.keys() & set(words), "a shape without weights"
+
+
+def test_parts_of_the_gpu_script_that_are_mentioned_exist():
+    script = (ROOT / "tools/gpu.sh").read_text()
+    for path in DOCUMENTS:
+        for part in re.findall(r"tools/gpu\.sh OUT ([a-z_]+)", path.read_text()):
+            assert re.search(rf"^{part}\(\) {{", script, re.MULTILINE), f"{path.name}: {part}"
 
 
 def messages() -> list[str]:
