@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftloop.engine import memory, startup
 from draftloop.errors import CapacityError, ConfigError, GraphError, RequestError
 from draftloop.request import SamplingParams
 from helpers import (
@@ -128,6 +129,26 @@ def test_a_request_that_needs_more_memory_than_there_is_names_the_pages():
     llm.engine.core.scheduler.pages.num_pages -= 2
     with pytest.raises(RequestError, match=r"need 4 pages of 16 tokens, but the cache has 3.*--kv-cache-memory-bytes"):
         llm.generate([1] * 40, greedy(24))
+
+
+def test_weights_that_cannot_fit_are_said_before_they_are_loaded(monkeypatch):
+    monkeypatch.setattr(startup, "load_target", None)
+    monkeypatch.setattr(memory, "_free_memory", lambda: 3 << 30)
+    with pytest.raises(
+        CapacityError, match=r"llama-3.2-1b need 4\.6 GiB, but 3\.0 GiB of memory are free; use .* --dtype"
+    ):
+        make_engine("llama-3.2-1b", load_format="dummy", dtype="float32")
+
+
+def test_a_gpu_whose_memory_ends_while_the_engine_is_made_says_what_to_do(monkeypatch):
+    def load(*arguments, **options):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of .."
+        )
+
+    monkeypatch.setattr(startup, "load_target", load)
+    with pytest.raises(CapacityError, match=r"^CUDA out of memory while the engine was made; use a smaller model"):
+        make_engine()
 
 
 def test_a_cache_too_small_for_any_request_stops_the_start_saying_how_much_is_needed():

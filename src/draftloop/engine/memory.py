@@ -9,6 +9,7 @@ import torch
 from draftloop.config.engine import EngineConfig
 from draftloop.config.resolve import Resolved
 from draftloop.distributed.group import ALONE, Group
+from draftloop.errors import CapacityError
 from draftloop.kvcache.pool import CachePool, CacheSpec, bytes_per_page, count_pages
 from draftloop.kvcache.virtual_memory import CudaVirtualMemory, VirtualMemory
 from draftloop.observability.log import get_logger
@@ -46,6 +47,14 @@ class MemoryLedger:
         now = self.in_use()
         self.parts[part] = self.parts.get(part, 0) + now - self._last
         self._last = now
+
+    def check_weights(self, nbytes: int, name: str) -> None:
+        """Raises CapacityError where weights cannot fit: on a CPU, where Linux would end some process instead."""
+        if self.device.type == "cpu" and nbytes > (free := _free_memory()):
+            raise CapacityError(
+                f"the weights of {name} need {nbytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of memory are free; "
+                "use a smaller model, --dtype bfloat16, or --quantization fp8 or int4"
+            )
 
     def left_for_pages(self) -> int:
         """Bytes of the budget that nothing has taken yet."""

@@ -39,7 +39,7 @@ from draftloop.engine.phases import engine_phases
 from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
 from draftloop.engine.target import PagedTarget
 from draftloop.engine.worker import Worker
-from draftloop.errors import DraftloopError
+from draftloop.errors import CapacityError, DraftloopError
 from draftloop.graphs.phase import GraphMode, ModeSetting, Phase
 from draftloop.graphs.program import Recorder
 from draftloop.graphs.sizes import Ladders
@@ -48,7 +48,7 @@ from draftloop.graphs.tape import TapeRecorder
 from draftloop.kvcache.pages import PageAllocator
 from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import RowState
-from draftloop.models.config import ModelConfig
+from draftloop.models.config import SUPPORTED, ModelConfig
 from draftloop.models.decoder import cache_specs
 from draftloop.models.loader import (
     ModelSource,
@@ -137,6 +137,11 @@ def start(
             if not isinstance(error, DraftloopError):
                 ranks.followers.explain()
             ranks.followers.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise CapacityError(
+                f"{str(error).partition('. ')[0]} while the engine was made; use a smaller model, --quantization fp8 "
+                "or int4, more GPUs (-tp), or lower --max-num-seqs or --max-model-len"
+            ) from error
         raise
 
 
@@ -159,6 +164,10 @@ def _build(
     clock.lap("resolve")
 
     show = progress and config.use_tqdm_on_load
+    # what is quantised, shared between engines, or laid out by transformers' code is not known before it is there
+    is_plain = model_config.quantisation is None and config.quantization is None and ranks.engines is None
+    if is_plain and model_config.architecture in SUPPORTED:
+        ledger.check_weights(layout.layers.num_parameters * layout.dtype.itemsize, config.model)
     model = load_target(
         config,
         source,
