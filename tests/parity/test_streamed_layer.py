@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,12 +44,12 @@ SHAPES = [Shape(576, 576, 1536, 960), Shape(256, 512, 768, 1024), LLAMA_1B, LLAM
 EPS = 1e-5
 
 
-def make(shape: Shape, *, last: bool) -> LayerWeights:
+def make(shape: Shape, *, last: bool, device: str = "cuda") -> LayerWeights:
     def weight(rows: int, size: int) -> Tensor:
-        return (torch.randn(rows, size, device="cuda") * size**-0.5).bfloat16()
+        return (torch.randn(rows, size, device=device) * size**-0.5).bfloat16()
 
     def norm() -> Tensor:
-        return (torch.rand(shape.hidden, device="cuda") + 0.5).bfloat16()
+        return (torch.rand(shape.hidden, device=device) + 0.5).bfloat16()
 
     hidden, query, inner, qkv = shape
     projection = None if last else weight(qkv, hidden)
@@ -54,15 +58,69 @@ def make(shape: Shape, *, last: bool) -> LayerWeights:
     )
 
 
-def inputs(shape: Shape, num_tokens: int) -> tuple[Tensor, Tensor]:
+def inputs(shape: Shape, num_tokens: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
     return (
-        torch.randn(num_tokens, shape.query, device="cuda").bfloat16(),
-        torch.randn(num_tokens, shape.hidden, device="cuda").bfloat16(),
+        torch.randn(num_tokens, shape.query, device=device).bfloat16(),
+        torch.randn(num_tokens, shape.hidden, device=device).bfloat16(),
     )
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
+@pytest.mark.parametrize(
+    ("shape", "num_sms", "num_tokens", "last"),
+    [
+        # several passes over an odd number of gates; a stage that eight warps share unevenly
+        (Shape(128, 192, 640, 256), 4, 8, False),
+        # odd numbers of tiles, padding
+        (Shape(192, 128, 384, 192), 8, 3, True),
+    ],
+)
+def test_it_computes_the_same_as_fibers_on_the_host(
+    shape: Shape, num_sms: int, num_tokens: int, last: bool, tmp_path: Path
+) -> None:
+    """All but the instructions themselves, which have stand-ins, and their timing."""
+    torch.manual_seed(0)
+    plan = make_plan(shape, num_sms)
+    assert plan is not None
+    here, library = Path(__file__).parent, tmp_path / "streamed_layer.so"
+    macros = [f"-D{name}={value}" for name, value in definitions(shape, plan, with_qkv=not last).items()]
+    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-I", str(SOURCE.parent), "-I", str(here), *macros]
+    subprocess.run(["c++", *options, str(here / "streamed_layer_host.cpp"), "-o", str(library)], check=True)
+
+    weights, (attended, residual) = make(shape, last=last, device="cpu"), inputs(shape, num_tokens, device="cpu")
+    out = torch.full((num_tokens, shape.qkv), torch.nan).bfloat16()
+    sums, scratch = torch.full_like(residual, torch.nan), torch.full((8 * (shape.hidden + shape.inner),), torch.nan)
+    counter = torch.zeros(1, dtype=torch.int64)
+    tensors = [attended, residual, weights.mlp_norm_C, weights.next_norm_C, out, sums]
+    tensors += [
+        scratch[: 8 * shape.hidden],
+        scratch[8 * shape.hidden :],
+        torch.full((16 * num_sms,), torch.nan),
+        counter,
+    ]
+    boxes = [
+        (weights.o_CQ, plan.hidden_tiles),
+        (weights.gate_up_2IC, plan.inner_tiles // plan.passes),
+        (weights.down_CI, plan.hidden_tiles),
+        (weights.o_CQ if weights.qkv_EC is None else weights.qkv_EC, plan.qkv_tiles),
+    ]
+    maps = [number for matrix, tiles in boxes for number in (matrix.data_ptr(), *matrix.shape, 8 * tiles)]
+    launch = ctypes.CDLL(str(library)).launch
+    launch.restype = ctypes.c_bool
+    for _ in range(2):  # the counter goes on from where it was
+        addresses = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        numbers = (ctypes.c_long * len(maps))(*maps)
+        assert launch(plan.num_blocks, numbers, addresses, num_tokens, ctypes.c_float(EPS)), "blocks wait for ever"
+    assert int(counter) == 2 * 3 * plan.num_blocks
+    expected = streamed_layer_torch(attended, residual, weights, EPS)
+    if last:
+        out = out.flatten()[: num_tokens * shape.hidden].view(num_tokens, -1)
+    for one, other in zip((out, sums), expected, strict=True):
+        assert distance(one, other) < 1e-2
 
 
 @pytest.mark.gpu

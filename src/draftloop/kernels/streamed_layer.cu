@@ -41,10 +41,16 @@ struct Thread {
     bool is_live;                 // whether its token is one
 };
 
+#ifdef STAND_INS  // a test's, which needs no GPU
+#include STAND_INS
+#else
+__device__ __forceinline__ unsigned char* shared_memory()
+{
+    extern __shared__ __align__(1024) unsigned char memory[];
+    return memory;
+}
 __device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ u32 rounded(float first, float second)
 {
     u32 pair;
@@ -57,10 +63,14 @@ __device__ __forceinline__ u64 nanoseconds()
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     return now;
 }
-
 __device__ __forceinline__ void init(u32 barrier, u32 count)
 {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void show_barriers_to_copies()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ __forceinline__ void arrive(u32 barrier)
 {
@@ -78,18 +88,67 @@ __device__ __forceinline__ bool is_past(u32 barrier, u32 parity)
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     return done;
 }
-__device__ __forceinline__ void wait(u32 barrier, u32 parity)
+__device__ __forceinline__ u64 read_once()
 {
-    if (is_past(barrier, parity)) return;
-    const u64 start = nanoseconds();
-    while (!is_past(barrier, parity))
-        if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
 }
 __device__ __forceinline__ void copy(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy)
 {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
+}
+// What other multiprocessors have written: L1 must not answer.
+__device__ __forceinline__ u32 load_one(const u32* p)
+{
+    u32 x;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
+__device__ __forceinline__ void load_two(u32 (&x)[2], const u32* p)
+{
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(p));
+}
+__device__ __forceinline__ u64 acquired(const u64* p)
+{
+    u64 seen;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(p) : "memory");
+    return seen;
+}
+__device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 at)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(at));
+}
+__device__ __forceinline__ void load_matrices(u32 (&b)[2], u32 at)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(b[0]), "=r"(b[1]) : "r"(at));
+}
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&x)[2], u32 first, u32 second)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %8, %5, %8}, {%6, %7}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(x[0]), "r"(x[1]), "r"(first), "r"(second), "r"(0));
+}
+__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }  // what the compiler knows of it
+__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_start()
+{
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+#endif
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ void wait(u32 barrier, u32 parity)
+{
+    if (is_past(barrier, parity)) return;
+    const u64 start = nanoseconds();
+    while (!is_past(barrier, parity))
+        if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
 }
 
 struct Ring {
@@ -120,33 +179,24 @@ __device__ __forceinline__ void fetch(Ring& ring, const TensorMap& map, int row,
     }
 }
 
-// This thread's part of 8 tokens x 16 columns. Written by other multiprocessors, so that L1 must not answer.
+// This thread's part of 8 tokens x 16 columns.
 template <bool PACKED>
 __device__ __forceinline__ void load(u32 (&x)[2], const u32* from, int size, int step, const Thread& me)
 {
     x[0] = x[1] = 0;
     if (!me.is_live) return;
     if constexpr (PACKED) {
-        asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(x[0]), "=r"(x[1]) : "l"(from + (step * 32 + me.lane) * 2));
+        load_two(x, from + (step * 32 + me.lane) * 2);
     } else {
         const u32* p = from + (me.token * size + step * 16) / 2 + me.pair;
-        asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x[0]) : "l"(p));
-        asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x[1]) : "l"(p + 4));
+        x[0] = load_one(p);
+        x[1] = load_one(p + 4);
     }
 }
 
 __device__ __forceinline__ void pack(u32* to, int row, u32 pair, const Thread& me)
 {
     to[(row / 16 * 32 + me.lane) * 2 + row / 8 % 2] = pair;
-}
-
-__device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&x)[2], u32 first, u32 second)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %8, %5, %8}, {%6, %7}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(x[0]), "r"(x[1]), "r"(first), "r"(second), "r"(0));
 }
 
 // This warp's share of the sums of TILES x 8 rows; of each four the first two are of tokens.
@@ -165,7 +215,7 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
     #pragma unroll
     for (int tile = 0; tile < TILES; tile++) sums[tile][0] = sums[tile][1] = sums[tile][2] = sums[tile][3] = 0;
     int stages = STAGES;
-    asm volatile("" : "+r"(stages));  // else the loop would be unrolled whole
+    forget(stages);  // else the loop would be unrolled whole
     #pragma unroll
     for (int ahead = 0; ahead < AHEAD; ahead++)
         if (ahead < STAGES) load_stage(x[ahead], ahead);
@@ -184,16 +234,14 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
                 #pragma unroll
                 for (int tile = 0; tile + 1 < TILES; tile += 2) {
                     u32 b[4];
-                    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(weights + tile * TILE));
+                    load_matrices(b, weights + tile * TILE);
                     multiply_add(sums[tile], x[ahead][i], b[0], b[1]);
                     multiply_add(sums[tile + 1], x[ahead][i], b[2], b[3]);
                     seen ^= b[0];
                 }
                 if (TILES % 2) {
                     u32 b[2];
-                    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                                 : "=r"(b[0]), "=r"(b[1]) : "r"(weights + (TILES - 1) * TILE));
+                    load_matrices(b, weights + (TILES - 1) * TILE);
                     multiply_add(sums[TILES - 1], x[ahead][i], b[0], b[1]);
                     seen ^= b[0];
                 }
@@ -250,7 +298,7 @@ __device__ __forceinline__ void blocks_meet(u64* counter)
         const u64 target = (atomicAdd(counter, 1ull) / gridDim.x + 1) * gridDim.x, start = nanoseconds();
         u64 seen;
         do {
-            asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
+            seen = acquired(counter);
             if (seen < target && nanoseconds() - start > PATIENCE_NS) __trap();
         } while (seen < target);
     }
@@ -312,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_layer(
     float* squares,       // [2, blocks, TOKENS]
     u64* counter, int num_tokens, float eps)
 {
-    extern __shared__ __align__(1024) unsigned char memory[];
+    unsigned char* memory = shared_memory();
     float2* scratch = (float2*)(memory + SLOTS * SLOT_BYTES);
     Shared& shared = *(Shared*)(memory + SLOTS * SLOT_BYTES + SCRATCH_BYTES);
     Ring ring{address(memory), address(shared.filled), address(shared.freed)};
@@ -321,16 +369,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_layer(
             init(address(&shared.filled[slot]), 1);
             init(address(&shared.freed[slot]), WARPS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        show_barriers_to_copies();
     }
     __syncthreads();
     const int block = blockIdx.x;
 
     if (threadIdx.x >= CONSUMERS) {
         if (threadIdx.x > CONSUMERS) return;
-        u64 policy;  // weights are read once: the cache is better used for what follows
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        const u64 policy = read_once();  // the cache is better used for what follows
         if (block < HIDDEN_BLOCKS)
             fetch<QUERY, HIDDEN_TILES, O_CHUNKS, false>(ring, o_map, block * HIDDEN_ROWS, policy);
         if (block < INNER_BLOCKS)
@@ -355,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_layer(
             shared.gain[0][i] = __uint_as_float((u32)mlp_norm[block * HIDDEN_ROWS + i] << 16);
             shared.gain[1][i] = __uint_as_float((u32)next_norm[block * HIDDEN_ROWS + i] << 16);
         }
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // only weights may be read before
+    wait_for_kernel_in_front();  // only weights may be read before
     if (block < HIDDEN_BLOCKS) {
         for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
             const int at = (me.token * HIDDEN + block * HIDDEN_ROWS + tile * 8) / 2 + me.pair;
@@ -392,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_layer(
         add_residual(sums, shared, scratch, shared.gain[1], residual_out, packed_hidden, next_squares, me);
     }
     blocks_meet(counter);
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    let_next_kernel_start();
 
     if (WITH_QKV && block < QKV_BLOCKS) {
         find_scale(shared, next_squares, eps, me);

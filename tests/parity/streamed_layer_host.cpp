@@ -1,0 +1,142 @@
+// streamed_layer.cu on the host: every thread of every block is a fiber, which goes on until it has to wait.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+constexpr int THREADS = 288, STACK_BYTES = 32 << 10, SHARED = SLOTS * SLOT_BYTES + SCRATCH_BYTES + SHARED_BYTES;
+
+struct float2 { float x, y; };
+struct Index { int x; };
+struct Meeting { int here = 0; long number = 0; };
+struct Barrier { int expected, missing; long bytes; unsigned phase; };  // an mbarrier
+struct Warp {
+    Meeting meeting;
+    unsigned shown[32];
+    float x[16][16], weights[16][8];  // of a product, which all of its threads have
+};
+struct Block {
+    unsigned char* memory;
+    Meeting all, consumers;
+    Warp warps[9];
+    std::map<unsigned, Barrier> barriers;
+};
+struct Fiber {
+    ucontext_t context;
+    Index thread, block;
+    bool ended;
+};
+
+static std::vector<Block> blocks;
+static std::vector<Fiber> fibers;
+static Fiber* self;
+static ucontext_t scheduler;
+static Index gridDim;
+#define threadIdx self->thread
+#define blockIdx self->block
+
+static Block& here() { return blocks[blockIdx.x]; }
+static Warp& warp() { return here().warps[threadIdx.x / 32]; }
+static void give_way() { swapcontext(&self->context, &scheduler); }
+static void meet(Meeting& meeting, int size)
+{
+    const long number = meeting.number;
+    if (++meeting.here == size) meeting.here = 0, meeting.number++;
+    while (meeting.number == number) give_way();
+}
+
+static void __syncthreads() { meet(here().all, THREADS); }
+static void __syncwarp() { meet(warp().meeting, 32); }
+static void __threadfence() {}
+static void __trap() { abort(); }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float __uint_as_float(unsigned bits)
+{
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static unsigned bits_of(float value)
+{
+    unsigned bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+template <class T> static T __ldcg(const T* p) { return *p; }
+static float quick_exp(float x) { return expf(x); }
+#define __expf quick_exp
+static float rsqrtf(float x) { return 1 / sqrtf(x); }
+static unsigned long long atomicAdd(unsigned long long* p, unsigned long long more)
+{
+    const unsigned long long before = *p;
+    *p += more;
+    return before;
+}
+static float __shfl_xor_sync(unsigned, float value, int distance)
+{
+    warp().shown[threadIdx.x % 32] = bits_of(value);
+    __syncwarp();
+    const float other = __uint_as_float(warp().shown[threadIdx.x % 32 ^ distance]);
+    __syncwarp();
+    return other;
+}
+
+#define STAND_INS "streamed_layer_stand_ins.h"
+#include "streamed_layer.cu"
+
+struct Matrix { const unsigned char* values; long rows, columns, box_rows; };  // what a map holds here
+static_assert(sizeof(Matrix) <= sizeof(TensorMap), "");
+struct Arguments { TensorMap maps[4]; void* tensors[10]; int num_tokens; float eps; };
+static Arguments given;
+
+static void run_thread()
+{
+    const TensorMap* map = given.maps;
+    void** p = given.tensors;
+    streamed_layer(map[0], map[1], map[2], map[3], (u32*)p[0], (u32*)p[1], (unsigned short*)p[2], (unsigned short*)p[3],
+                   (u32*)p[4], (u32*)p[5], (u32*)p[6], (u32*)p[7], (float*)p[8], (u64*)p[9], given.num_tokens, given.eps);
+    self->ended = true;
+    give_way();
+}
+
+extern "C" bool launch(int num_blocks, const Matrix* matrices, void** tensors, int num_tokens, float eps)
+{
+    for (int i = 0; i < 4; i++) memcpy(&given.maps[i], &matrices[i], sizeof(Matrix));
+    memcpy(given.tensors, tensors, sizeof given.tensors);
+    given.num_tokens = num_tokens, given.eps = eps, gridDim.x = num_blocks;
+    blocks = std::vector<Block>(num_blocks);
+    fibers = std::vector<Fiber>(num_blocks * THREADS);
+    std::vector<char> stacks(fibers.size() * STACK_BYTES);
+    for (Block& block : blocks) {
+        block.memory = (unsigned char*)aligned_alloc(1024, SHARED);
+        memset(block.memory, 0xff, SHARED);  // NaN
+    }
+    for (size_t i = 0; i < fibers.size(); i++) {
+        Fiber& fiber = fibers[i];
+        fiber.thread.x = i % THREADS, fiber.block.x = i / THREADS, fiber.ended = false;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = &stacks[i * STACK_BYTES], fiber.context.uc_stack.ss_size = STACK_BYTES;
+        makecontext(&fiber.context, run_thread, 0);
+    }
+    size_t running = fibers.size();
+    for (long rounds = 0; running && rounds < 1000000; rounds++) {
+        running = 0;
+        for (Fiber& fiber : fibers) {
+            if (fiber.ended) continue;
+            self = &fiber, running++;
+            swapcontext(&scheduler, &fiber.context);
+        }
+    }
+    for (Block& block : blocks) free(block.memory);
+    return !running;
+}

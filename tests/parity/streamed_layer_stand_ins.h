@@ -1,0 +1,88 @@
+// What the instructions of streamed_layer.cu do, in C++.
+
+static unsigned char* shared_memory() { return here().memory; }
+static u32 address(const void* p) { return (unsigned char*)p - here().memory; }
+static void consumers_meet() { meet(here().consumers, CONSUMERS); }
+static u32 nearest(float value)
+{
+    const u32 bits = bits_of(value);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+static u32 rounded(float first, float second) { return nearest(first) | nearest(second) << 16; }
+static u64 nanoseconds() { return 0; }
+
+static void settle(Barrier& barrier)
+{
+    if (barrier.missing < 0 || barrier.bytes < 0) abort();
+    if (barrier.missing || barrier.bytes) return;
+    barrier.phase ^= 1, barrier.missing = barrier.expected;
+}
+static void init(u32 barrier, u32 count) { here().barriers[barrier] = {(int)count, (int)count, 0, 0}; }
+static void show_barriers_to_copies() {}
+static void arrive(u32 at)
+{
+    Barrier& barrier = here().barriers.at(at);
+    barrier.missing--;
+    settle(barrier);
+}
+static void expect(u32 at, u32 bytes)
+{
+    here().barriers.at(at).bytes += bytes;
+    arrive(at);
+}
+static bool is_past(u32 barrier, u32 parity)
+{
+    give_way();
+    return here().barriers.at(barrier).phase != parity;
+}
+
+static u64 read_once() { return 0; }
+static void copy(u32 to, const TensorMap& map, int column, int row, u32 at, u64)
+{
+    struct { const unsigned char* values; long rows, columns, box_rows; } matrix;
+    memcpy(&matrix, &map, sizeof matrix);
+    if (to % 1024 || row + matrix.box_rows > matrix.rows || column + 64 > matrix.columns) abort();
+    for (int line = 0; line < matrix.box_rows; line++)
+        for (int part = 0; part < 8; part++)  // swizzled
+            memcpy(here().memory + to + line * 128 + (part ^ line % 8) * 16,
+                   matrix.values + ((row + line) * matrix.columns + column + part * 8) * 2, 16);
+    Barrier& barrier = here().barriers.at(at);
+    barrier.bytes -= matrix.box_rows * 128;
+    settle(barrier);
+}
+
+static u32 load_one(const u32* p) { return *p; }
+static void load_two(u32 (&x)[2], const u32* p) { x[0] = p[0], x[1] = p[1]; }
+static u64 acquired(const u64* p)
+{
+    give_way();
+    return *p;
+}
+
+template <int N> static void load_matrices(u32 (&b)[N], u32 at)
+{
+    const int lane = threadIdx.x % 32;
+    warp().shown[lane] = at;
+    __syncwarp();
+    for (int matrix = 0; matrix < N; matrix++)
+        memcpy(&b[matrix], here().memory + warp().shown[matrix * 8 + lane / 4] + lane % 4 * 4, 4);
+    __syncwarp();
+}
+static void multiply_add(float (&sums)[4], const u32 (&x)[2], u32 first, u32 second)
+{
+    const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
+    Warp& mine = warp();
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 2; i++) {
+            mine.x[row][pair + half * 8 + i] = __uint_as_float(x[half] >> 16 * i << 16);
+            mine.x[row + 8][pair + half * 8 + i] = 0;
+            mine.weights[pair + half * 8 + i][row] = __uint_as_float((half ? second : first) >> 16 * i << 16);
+        }
+    __syncwarp();
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 16; k++) sums[i] += mine.x[row + i / 2 * 8][k] * mine.weights[k][pair + i % 2];
+    __syncwarp();
+}
+static void forget(int&) {}
+static void wait_for_kernel_in_front() {}
+static void let_next_kernel_start() {}
