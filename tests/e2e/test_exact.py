@@ -29,8 +29,8 @@ MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 SELECTED = {
     ("none", "FULL_AND_PIECEWISE", 16): 4,
     ("ngram", "FULL_DECODE_ONLY", 1): 10,
-    ("ngram", "NONE", 7): 4,
-    ("self", "FULL", 7): 5,
+    ("ngram", "NONE", 7): 6,
+    ("self", "FULL", 7): 6,
 }
 """Of so many prompts one is asked."""
 
