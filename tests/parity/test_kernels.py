@@ -188,23 +188,35 @@ def test_rope_write(
 def test_rope_write_adds_up_split_sums(
     run: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, rotary_dim: int
 ) -> None:
-    """Rounded as the layer rounds that is not split: the same bits, with norms and without."""
+    """Rounded as the layer rounds that is not split.
+
+    The same bits, but for heads that are normed: threads share a head's squares otherwise in a kernel that adds up, and
+    so add them up in another order. Those have the bits of a sum of one number and zeros in the same kernel.
+    """
     torch.manual_seed(0)
-    qkv = torch.randn(3, 4 * 64, device=device).to(dtype)
-    sums = qkv.float() * torch.tensor([0.5, 0.25, 0.25], device=device).view(3, 1, 1)
+    bits = 12 if device.type == "cuda" else 5  # more than bf16 has, which the interpreter does not round to nearest
+    sums = torch.randint(-(2**bits), 2**bits, (3, 3, 4 * 64), device=device) / 2**10  # of which fp32 loses nothing
+    whole = sums.sum(0).to(dtype)
+    one = torch.zeros_like(sums)
+    one[1] = whole
     slots, cos_sin = torch.tensor([17, 18, 40], device=device), torch.rand(50, rotary_dim, device=device)
     norms = torch.randn(2, 64, device=device).to(dtype)
     for names in ({}, dict(zip(("q_norm_D", "k_norm_D"), norms, strict=True))):
         found = []
-        for x in (qkv, sums):
+        for x in (sums, one, whole):
             kv = torch.zeros(2, 3, 16, 1, 64, dtype=dtype, device=device)
             q = run(x, slots, slots, cos_sin, kv, num_heads=2, num_kv_heads=1, head_dim=64, dtype=dtype, **names)
             found.append((q, kv))
-        (q, kv), (q_of_sums, kv_of_sums) = found
-        assert q_of_sums.dtype == dtype
-        assert torch.equal(q_of_sums, q)
-        assert torch.equal(kv_of_sums, kv)
-        assert kv.any()
+        (q, kv), of_one, of_whole = found
+        assert q.dtype == dtype
+        for q_of_other, kv_of_other in [of_one] if names else [of_one, of_whole]:
+            assert torch.equal(q, q_of_other)
+            assert torch.equal(kv, kv_of_other)
+        q_of_whole, kv_of_whole = of_whole
+        assert torch.equal(kv[1], kv_of_whole[1])
+        close(q, q_of_whole.float(), dtype)
+        close(kv, kv_of_whole.float(), dtype)
+        assert kv.any(-1).sum() == 6
 
 
 def test_rope_write_picks_the_reference_on_cpu() -> None:

@@ -103,24 +103,6 @@ def test_scales_are_those_of_their_groups(device: torch.device, name: str) -> No
         assert off(sums.sum(0), x.double() @ floats.double().T) < 1e-6
 
 
-@pytest.mark.parametrize(("name", "block_k"), [(name, 128) for name in FORMATS] + [("int4 of 32, zeros", 256)])
-def test_warps_that_divide_columns(device: torch.device, name: str, block_k: int) -> None:
-    """Each has its own groups' scales and its own end; a bias is added once, and gates are those of whole sums."""
-    weight, floats = make(name, 2 * 20, 1024, device)
-    tiles = PlaneTiles(32, block_k, 1, max_tokens=8, num_warps=4, num_stages=3, parts=4)
-    x, bias = (torch.randn(*shape, device=device).to(half(device)) for shape in ((6, 1024), (40,)))
-    expected = x.double() @ floats.double().T + bias.double()
-    if block_k == 128:  # a warp's part is then one block of each split
-        sums = weight.linear_split_triton(x, bias, tiles=tiles._replace(splits=2))
-        assert off(sums.sum(0), expected) < 1e-6
-        if "order" not in name:
-            assert off(sums[1], x[:, 512:].double() @ floats[:, 512:].double().T) < 1e-6
-    out = weight.linear_triton(x, bias, tiles=tiles)
-    assert off(out, expected) < 2**-8
-    found = weight.gated_linear_triton(x, bias, "silu", tiles=tiles)
-    assert off(found, gated(out).double()) < 2**-7
-
-
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("name", ["fp8 per column", "int4 of 32, zeros"])
 def test_a_gate_in_the_kernel(device: torch.device, name: str, activation: Activation) -> None:
@@ -289,10 +271,26 @@ def test_measured_tiles_fit_their_layers(kind: type[Fp8Weight | Int4Weight]) -> 
     """And some of them serve any number of tokens where a token's sums must not depend on the others."""
     for layers in kind.measured.values():
         for (_, size, may_split), by_tokens in layers.items():
-            assert all(size % (tiles.block_k * tiles.splits * tiles.parts) == 0 for tiles in by_tokens.values())
+            assert all(size % (tiles.block_k * tiles.splits) == 0 for tiles in by_tokens.values())
             assert may_split or all(tiles.splits == 1 for tiles in by_tokens.values())
             assert list(by_tokens) == sorted(by_tokens)
             assert max(by_tokens) >= INVARIANT_TOKENS
+
+
+@pytest.mark.parametrize("kind", [Fp8Weight, Int4Weight])
+def test_what_is_split_in_front_of_the_rotation_for_few_tokens_is_whole_for_more(
+    kind: type[Fp8Weight | Int4Weight],
+) -> None:
+    """By the tiles of the layer that is never split, so that those passes, and invariant ones, have its bits."""
+    layers = kind.measured["NVIDIA H200"]
+    assert (6144, 4096, True) in layers
+    for *shape, may_split in layers:
+        if may_split and (whole := layers.get((*shape, False))):
+            last, *more = by_tokens = layers[*shape, True]
+            assert last < INVARIANT_TOKENS
+            assert by_tokens[last].splits > 1
+            assert {last: by_tokens[last] for last in more} == {last: whole[last] for last in list(whole)[1:]}
+            assert list(whole)[0] == last
 
 
 @pytest.mark.parametrize("name", ["fp8 per column", "int4 of 64"])
@@ -358,13 +356,15 @@ def test_sums_in_front_of_the_rotation(monkeypatch: pytest.MonkeyPatch, form: ty
     assert qkv_linear(x[:6], weight).shape == (6, 384)
     split = {8: SMALL._replace(splits=2), 64: SMALL}
     gpu = torch.cuda.get_device_name(CUDA)
-    monkeypatch.setattr(form, "measured", {gpu: {(384, 1024, True): split}})
-    for tokens in (6, 48, 200):
-        out = qkv_linear(x[:tokens], weight)
-        assert out.dim() == (3 if tokens == 6 else 2)
-        expected = x[:tokens].double() @ floats.double().T
-        assert off(out.sum(0) if out.dim() == 3 else out, expected) < 2**-6
-    assert batch_invariant(qkv_linear)(x, weight).shape == (200, 384)
+    monkeypatch.setattr(form, "measured", {gpu: {(384, 1024, True): split, (384, 1024, False): {8: SMALL, 64: SMALL}}})
+    sums = qkv_linear(x[:6], weight)
+    assert sums.shape == (2, 6, 384)
+    assert off(sums.sum(0), x[:6].double() @ floats.double().T) < 2**-6
+    for tokens in (9, 48, 200):
+        assert torch.equal(qkv_linear(x[:tokens], weight), linear(x[:tokens], weight))
+    for tokens in (6, 200):
+        found = batch_invariant(qkv_linear)(x[:tokens], weight)
+        assert torch.equal(found, batch_invariant(linear)(x[:tokens], weight))
 
 
 @pytest.mark.gpu

@@ -71,7 +71,7 @@ def test_quantised_layers(small: torch.device, form: str) -> None:
     printed = "\n".join(sweep_view.entries(rows, {form: {"a GPU": {(8, 8, False): other}}}))
     assert f"{form}, a GPU:" in printed
     assert "    (64, 256, True): {" in printed
-    assert "        64: PlaneTiles(32, 128, 2, 8, 4, 3, 1)," in printed
+    assert "        64: PlaneTiles(32, 128, 2, 8, 4, 3)," in printed
     assert "    (8, 8, False): {" in printed
     measured = {"a GPU": {(64, 256, True): other, (8, 8, False): other}}
     best = sweep_view.with_best(measured, form, [row for row in rows if row["regime"] == "few"])["a GPU"]
@@ -90,9 +90,9 @@ def test_candidates_fit() -> None:
     for layer in sweep_quantised.LAYERS:
         for regime, integer in (("few", True), ("few", False), ("some", True), ("many", True)):
             for tiles in sweep_quantised.plane_tiles(layer, regime, integer=integer):
-                assert layer.size % (tiles.block_k * tiles.splits * tiles.parts) == 0
+                assert layer.size % (tiles.block_k * tiles.splits) == 0
                 weights = tiles.block_n * tiles.block_k // (2 if integer else 1)
-                shared = tiles.num_stages * tiles.parts * (weights + 2 * tiles.max_tokens * tiles.block_k)
+                shared = tiles.num_stages * (weights + 2 * tiles.max_tokens * tiles.block_k)
                 assert shared <= sweep_quantised.SHARED_BYTES
     for layer in sweep_experts.LAYERS:
         for block_m, tiles in sweep_experts.candidates(layer):

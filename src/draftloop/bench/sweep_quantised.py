@@ -134,7 +134,7 @@ def planes(layer: Layer, tiles: PlaneTiles) -> Candidate:
         call = linear_planes.launch_arguments(x, copy.weight.planes(), None, out, tiles=tiles, activation=activation)
         return (linear_planes._linear_planes_kernel, *call), out
 
-    return launched("planes" if tiles.parts == 1 else "planes_parts", tiles, launch)
+    return launched("planes", tiles, launch)
 
 
 def w8a8(layer: Layer, tiles: WideTiles, *, gated: bool) -> Candidate:
@@ -204,34 +204,28 @@ def engine(layer: Layer, copy: Copy, x: Tensor) -> Tensor:
 def plane_tiles(layer: Layer, regime: str, *, integer: bool) -> Iterator[PlaneTiles]:
     """Those that give every SM something to read, and fit shared memory with enough on its way.
 
-    Compiled for sm_90 none of them spills, and all read ahead; 8 warps that divide rows do not with integers and 8
-    tokens, of which each thread would copy 2 bytes.
+    Compiled for sm_90 none of them spills, and all read ahead; 8 warps do not with integers and 8 tokens, of which
+    each thread would copy 2 bytes.
     """
-    rows = ((64, 256, 4, 1), (64, 256, 2, 1)) if integer else ((64, 128, 4, 1), (128, 128, 4, 1))
-    parts = ((16, 4), (32, 2), (32, 4), (32, 8), (64, 2), (64, 4))
-    shapes = {  # rows, columns of a part, warps, parts
-        "few": (*rows, *((block_n, BLOCK, count, count) for block_n, count in parts)),
-        "some": ((64, 128, 4, 1), (128, 128, 4, 1), (128, 128, 8, 1)),
-        "many": ((64, 128, 4, 1), (128, 128, 4, 1), (128, 128, 8, 1)),
-    }[regime]
+    shapes = ((64, 128, 4), (128, 128, 4), (128, 128, 8))  # rows, columns, warps
+    if regime == "few":
+        shapes = ((64, 256, 4), (64, 256, 2)) if integer else ((64, 128, 4), (128, 128, 4))
     limits = {"few": (8,), "some": (32, 64), "many": (64, 128, 256)}[regime]
     all_splits = (1, 2, 4) if layer.kind is Kind.SUMS or (layer.kind is Kind.PLAIN and regime == "few") else (1,)
-    for (block_n, block_k, warps, parts), limit, splits in itertools.product(shapes, limits, all_splits):
+    for (block_n, block_k, warps), limit, splits in itertools.product(shapes, limits, all_splits):
         programs = -(-layer.columns // block_n) * splits
-        weight_bytes = parts * block_n * block_k // (2 if integer else 1)
-        room = SHARED_BYTES // (weight_bytes + parts * limit * block_k * DTYPE.itemsize)
-        length = layer.size // (block_k * splits * parts)
-        if layer.size % (block_k * splits * parts) or length < (4 if parts == 1 else 2):
-            continue
-        if not (60 if regime == "many" else 90) <= programs <= (600 if parts == 1 else 2000):
+        weight_bytes = block_n * block_k // (2 if integer else 1)
+        room = SHARED_BYTES // (weight_bytes + limit * block_k * DTYPE.itemsize)
+        length = layer.size // (block_k * splits)
+        if layer.size % (block_k * splits) or length < 4 or not (60 if regime == "many" else 90) <= programs <= 600:
             continue
         # integers have a group's sums beside all sums
-        if room < 3 or limit * block_n > (2048 if integer else 4096) * (1 if parts > 1 else warps):
+        if room < 3 or limit * block_n > (2048 if integer else 4096) * warps:
             continue
         depths = (1.5, 3) if regime == "few" else (3,)
         wanted = IN_FLIGHT / max(1, programs / NUM_SMS) / weight_bytes
         for stages in sorted({max(3, min(2 + math.ceil(wanted * depth), length + 1, room, 12)) for depth in depths}):
-            yield PlaneTiles(block_n, block_k, splits, limit, warps, stages, parts)
+            yield PlaneTiles(block_n, block_k, splits, limit, warps, stages)
 
 
 def wide_tiles(layer: Layer, tokens: int) -> Iterator[WideTiles]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftloop.kernels.linear_planes import Planes, PlaneTiles
 from draftloop.kernels.packed_values import BLOCK
-from draftloop.kernels.quantised import Measured, QuantisedWeight, stored
+from draftloop.kernels.quantised import Measured, QuantisedWeight, TilesByTokens, stored
 from draftloop.kernels.triton_import import jit, tl
 
 PLANES = 4
@@ -29,10 +29,14 @@ GROUP_SIZES = (32, 64, 128)
 MIDDLE = 8
 """The zero point of values that have none of their own."""
 
+_QKV_OF_MORE: TilesByTokens = {
+    64: PlaneTiles(64, 128, 1, 32, 4, 4),  # 16.7 us at 32 tokens
+    128: PlaneTiles(64, 128, 1, 64, 4, 4),  # 25.6 us at 96 tokens; at 192 floats are faster
+}
 MEASURED: Measured = {
     "NVIDIA H200": {
         (4096, 14336, True): {
-            8: PlaneTiles(64, 256, 4, 8, 4, 4),  # 15.4 us at 6 tokens, floor 7.1
+            8: PlaneTiles(64, 256, 4, 8, 4, 4),  # 15.3 us at 6 tokens, floor 7.1
             64: PlaneTiles(64, 128, 4, 32, 4, 4),
             256: PlaneTiles(128, 128, 4, 64, 4, 4),  # 67.1 us at 192 tokens; by floats 93.1
         },
@@ -42,12 +46,15 @@ MEASURED: Measured = {
             256: PlaneTiles(128, 128, 1, 64, 4, 4),  # 111.2 us at 192 tokens; by floats 172.8
         },
         (6144, 4096, False): {
-            8: PlaneTiles(64, 256, 1, 8, 4, 4),  # 12.1 us at 6 tokens, floor 3.1
-            64: PlaneTiles(64, 128, 1, 32, 4, 4),  # 16.7 us at 32 tokens
-            128: PlaneTiles(64, 128, 1, 64, 4, 4),  # 25.6 us at 96 tokens; at 192 floats are faster
+            8: PlaneTiles(64, 256, 1, 8, 4, 4),  # 13.6 us at 6 tokens with the rotation, floor 3.1
+            **_QKV_OF_MORE,
+        },
+        (6144, 4096, True): {
+            8: PlaneTiles(64, 256, 4, 8, 4, 4),  # 9.0 us at 6 tokens with the rotation that adds up
+            **_QKV_OF_MORE,
         },
         (4096, 4096, True): {
-            8: PlaneTiles(64, 256, 4, 8, 4, 4),  # 7.7 us at 6 tokens, floor 2.0
+            8: PlaneTiles(64, 256, 4, 8, 2, 5),  # 7.5 us at 6 tokens, floor 2.0
             64: PlaneTiles(64, 128, 4, 32, 4, 4),  # 8.8 us at 32 tokens
             256: PlaneTiles(128, 128, 4, 64, 4, 4),  # 25.5 us at 192 tokens; by floats 34.8
         },

@@ -4,14 +4,9 @@ The words of a tile have the shape and the width of a tile of 16-bit weights, so
 registers as such a tile would, and each plane is taken out of them there, two words at a time. Weights are the M side
 of the products: with few tokens that takes half as many instructions, and no padding beyond 8 tokens.
 
-Values are exact; sums are fp32, and scaled group by group. Zero points are taken off the group's sum, by a product
-with ones: the sum is one of values up to 31 before, which costs no more than fp32 sums lose anyway. Only where warps
-divide rows, and have no two tiles that could share such a product, is a zero point that all weights share taken off
-each of them.
-
-A program has few tokens' work for its warps: those that divide its rows are one or two to a scheduler, and wait for
-every instruction. Where they divide K instead (`PlaneTiles.parts`), rows are few and programs many, and each warp
-reads tokens of its own.
+Values are exact; sums are fp32, and scaled group by group. A zero point that all weights share is taken off each of
+them, exactly. Zero points per group are taken off the group's sum, by a product with ones: the sum is one of values up
+to 31 before, which costs no more than fp32 sums lose anyway.
 
 `packed_values` says how they are packed. All rows of one block of K lie side by side, so that a tile is read as one
 piece.
@@ -46,8 +41,6 @@ class PlaneTiles(NamedTuple):
     """Of one program."""
     num_warps: int
     num_stages: int
-    parts: int = 1
-    """Of a program's columns of K: one to each warp, their sums added up in order; or 1, and warps divide the rows."""
 
 
 @jit()
@@ -78,7 +71,6 @@ def _linear_planes_kernel(
     SCALE_ROWS: tl.constexpr,  # rows that share a scale
     ROW_SCALE: tl.constexpr,
     ZERO: tl.constexpr,
-    OFF_SUMS: tl.constexpr,  # zero points are taken off sums, not off each weight
     SURPLUS: tl.constexpr,
     PLACE: tl.constexpr,
     BASE: tl.constexpr,
@@ -90,11 +82,10 @@ def _linear_planes_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some tokens, one block of rows of weights, one split of K, of whose PARTS each warp has one."""
+    """Some tokens, one block of rows of weights, one split of K."""
     HALF: tl.constexpr = x_ptr.dtype.element_ty
     WORDS: tl.constexpr = 128 // PLANES
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -111,53 +102,46 @@ def _linear_planes_kernel(
         row = tl.minimum(tl.program_id(1) * OUTPUTS + i // 16 * 8 + i % 8, num_outputs - 1) + i // 8 % 2 * num_outputs
     if PDL:
         tl.extra.cuda.gdc_wait()
-    # parts are the batch of a batched product, of which each warp gets one
-    part = split * PARTS + tl.arange(0, PARTS)[:, None] if PARTS > 1 else split
-    LENGTH: tl.constexpr = PART // PARTS
-    SUMS: tl.constexpr = [PARTS, BLOCK_N, BLOCK_T] if PARTS > 1 else [BLOCK_N, BLOCK_T]
-    WEIGHTS: tl.constexpr = [PARTS, BLOCK_N, WORDS] if PARTS > 1 else [BLOCK_N, WORDS]
-    live_tokens = t_live[None, None, :] if PARTS > 1 else t_live[None, :]
-    acc = tl.zeros(SUMS, tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     scale_row = row // SCALE_ROWS * scale_stride_n
     # of scales the loop reads those of later groups: by itself only what a product takes is read ahead. Where one group
     # is a whole iteration it is the next one, since no pipelined loop may reach past that
-    STEP: tl.constexpr = GROUP if GROUP else LENGTH
+    STEP: tl.constexpr = GROUP if GROUP else PART
     AHEAD: tl.constexpr = 2 if BLOCK_K > STEP else 1
-    first_group = part * (LENGTH // STEP)
-    last = first_group + LENGTH // STEP - 1
-    scale, zero = _scale_and_zero(scale_ptr, zero_ptr, row, scale_row, first_group, num_columns, scale_stride_g, ZERO)
-    group = tl.minimum(first_group + 1, last)
+    group = split * (PART // STEP)
+    last = group + PART // STEP - 1
+    scale, zero = _scale_and_zero(scale_ptr, zero_ptr, row, scale_row, group, num_columns, scale_stride_g, ZERO)
+    group = tl.minimum(group + 1, last)
     next_scale, next_zero = _scale_and_zero(
         scale_ptr, zero_ptr, row, scale_row, group, num_columns, scale_stride_g, ZERO
     )
-    for start in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
         for inner in tl.static_range(0, BLOCK_K, 128):
-            block = part * (LENGTH // 128) + (start + inner) // 128
+            first = split * PART + start + inner
             words = tl.load(
-                packed_ptr + tl.expand_dims((block * num_columns + row) * WORDS, -1) + j, eviction_policy="evict_first"
+                packed_ptr + (first // 128 * num_columns + row)[:, None] * WORDS + j[None, :],
+                eviction_policy="evict_first",
             )
             planes = pair(words, HALF, ASM) if PLANES == 2 else four(words, HALF, BASE, PLACE, ASM)
-            sums = tl.zeros(SUMS, tl.float32) if GROUP else acc
-            totals = tl.zeros(SUMS, tl.float32)
+            sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32) if GROUP else acc
+            totals = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
             for plane in tl.static_range(PLANES):
-                k = tl.expand_dims(block * 128 + WORDS * plane + j, -1)
-                live = live_tokens if SIZE % 128 == 0 else live_tokens & (k < SIZE)
-                x = tl.load(x_ptr + k + t * SIZE, mask=live, other=0.0)
+                k = first + WORDS * plane + j
+                live = t_live[None, :] if SIZE % 128 == 0 else t_live[None, :] & (k < SIZE)[:, None]
+                x = tl.load(x_ptr + t[None, :] * SIZE + k[:, None], mask=live, other=0.0)
                 weight = planes[plane]
-                if OFF_SUMS:
-                    totals = tl.dot(tl.full(WEIGHTS, 1.0, HALF), x, totals)
+                if ZERO:
+                    totals = tl.dot(tl.full([BLOCK_N, WORDS], 1.0, HALF), x, totals)
                 elif PLANES == 4:
-                    weight = minus(weight, tl.full(WEIGHTS, 8.0 + SURPLUS, HALF), MINUS_ASM)
+                    weight = minus(weight, tl.full([BLOCK_N, WORDS], 8.0 + SURPLUS, HALF), MINUS_ASM)
                 sums = tl.dot(weight, x, sums)
                 if GROUP and (WORDS * plane + WORDS) % GROUP == 0:
                     if ZERO:
-                        sums -= totals * tl.expand_dims(zero.to(tl.float32) + SURPLUS, -1)
-                    elif OFF_SUMS:
-                        sums -= totals * (8.0 + SURPLUS)
-                    acc += sums * tl.expand_dims(scale.to(tl.float32), -1)
-                    sums = tl.zeros(SUMS, tl.float32)
-                    totals = tl.zeros(SUMS, tl.float32)
-                    group = tl.minimum(first_group + (start + inner + WORDS * plane) // GROUP + AHEAD, last)
+                        sums -= totals * (zero.to(tl.float32) + SURPLUS)[:, None]
+                    acc += sums * scale.to(tl.float32)[:, None]
+                    sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+                    totals = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+                    group = tl.minimum((first + WORDS * plane) // GROUP + AHEAD, last)
                     later_scale, later_zero = _scale_and_zero(
                         scale_ptr, zero_ptr, row, scale_row, group, num_columns, scale_stride_g, ZERO
                     )
@@ -169,8 +153,6 @@ def _linear_planes_kernel(
                 acc = sums
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if PARTS > 1:
-        acc = tl.sum(acc, 0)
     if ROW_SCALE:
         acc *= tl.load(row_scale_ptr + row)[:, None]
     if BIAS:
@@ -217,13 +199,11 @@ def launch_arguments(
     """The kernel's arguments, grid and options; for `out` see `linear_planes_triton`."""
     (num_tokens, size), dtype = x_TK.shape, x_TK.dtype
     blocks, num_columns, _ = weight.packed_BNJ.shape
-    assert blocks * BLOCK % (tiles.block_k * tiles.splits * tiles.parts) == 0
+    assert blocks * BLOCK % (tiles.block_k * tiles.splits) == 0
     assert tiles.splits == 1 or activation is None
-    assert tiles.parts in (1, tiles.num_warps)
     block_t = tiles.max_tokens if is_wanted() else min(tiles.max_tokens, max(MIN_TOKENS, next_power_of_2(num_tokens)))
     integer = weight.num_planes == 4
-    off_sums = integer and (weight.zero_GN is not None or tiles.parts > 1)
-    mantissa = (HIGHEST if off_sums else LOWEST)[dtype]
+    mantissa = (LOWEST if weight.zero_GN is None else HIGHEST)[dtype]
     asm = int4_asm(mantissa.base(dtype), mantissa.place) if integer else FP8_ASM[dtype]
     arguments = (
         x_TK,
@@ -245,7 +225,6 @@ def launch_arguments(
         SCALE_ROWS=weight.scale_rows,
         ROW_SCALE=weight.row_scale_N is not None,
         ZERO=weight.zero_GN is not None,
-        OFF_SUMS=off_sums,
         SURPLUS=mantissa.surplus,
         PLACE=mantissa.place,
         BASE=mantissa.base(dtype),
@@ -257,7 +236,6 @@ def launch_arguments(
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
-        PARTS=tiles.parts,
         STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
