@@ -211,7 +211,7 @@ def plane_tiles(layer: Layer, regime: str, *, integer: bool) -> Iterator[PlaneTi
     if regime == "few":
         shapes = ((64, 256, 4), (64, 256, 2)) if integer else ((64, 128, 4), (128, 128, 4))
     limits = {"few": (8,), "some": (32, 64), "many": (64, 128, 256)}[regime]
-    all_splits = (1, 2, 4) if layer.kind is Kind.SUMS or (layer.kind is Kind.PLAIN and regime == "few") else (1,)
+    all_splits = (1, 2, 4, 8) if layer.kind is Kind.SUMS or (layer.kind is Kind.PLAIN and regime == "few") else (1,)
     for (block_n, block_k, warps), limit, splits in itertools.product(shapes, limits, all_splits):
         programs = -(-layer.columns // block_n) * splits
         weight_bytes = block_n * block_k // (2 if integer else 1)
