@@ -351,7 +351,7 @@ def test_real_shapes(shape: tuple[int, int], name: str, tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [Fp8Weight, Int4Weight])
 def test_sums_in_front_of_the_rotation(monkeypatch: pytest.MonkeyPatch, form: type[Fp8Weight | Int4Weight]) -> None:
-    """Split where that was measured, for few tokens and wherever the number of tokens plays no part."""
+    """Split for few tokens where that was measured; whole for more, and where the number of tokens plays no part."""
     weight, floats = make("fp8 per column" if form is Fp8Weight else "int4 of 128", 384, 1024, CUDA)
     x = torch.randn(200, 1024, device=CUDA).bfloat16()
     assert qkv_linear(x[:6], weight).shape == (6, 384)
