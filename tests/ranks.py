@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import multiprocessing
+import os
 import pickle
+import signal
+import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Generator, Sequence
+from multiprocessing.connection import Connection, wait
+from subprocess import Popen
 from typing import Any
 
 import torch
@@ -14,6 +22,8 @@ import torch
 from draftloop.distributed.group import Group, join, leave
 
 TIMEOUT_S = 300
+WATCHDOG_S = 60
+"""Ranks that wait for each other for so long hang: all of them end, each with its stacks."""
 
 # A rank is a fork of a process that has done no more than to import this: torch alone takes seconds.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -38,7 +48,8 @@ def on_ranks(
     try:
         results = []
         for rank, (pipe, _) in enumerate(pipes[:expected]):
-            assert pipe.poll(TIMEOUT_S), f"rank {rank} says nothing"
+            wait([pipe, ranks[rank].sentinel], TIMEOUT_S)
+            assert pipe.poll(), f"rank {rank} says nothing, exit code {ranks[rank].exitcode}"
             result, error = pickle.loads(pipe.recv_bytes())
             assert error is None, f"rank {rank}: {error}"
             results.append(result)
@@ -49,16 +60,58 @@ def on_ranks(
             process.kill()
 
 
+def watch(what: str, seconds: float = WATCHDOG_S) -> None:
+    """As a rank: `what` comes next, and takes no longer; else this process ends with its stacks."""
+    print(what, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+_moved_at = 0.0
+
+
+def moves() -> None:
+    """Something is done: watchdogs wait anew."""
+    global _moved_at
+    _moved_at = time.monotonic()
+
+
+@contextlib.contextmanager
+def watchdog(followers: Sequence[Popen], stderr: int, what: str) -> Generator[None]:
+    """As the rank that has started the others, with PYTHONFAULTHANDLER: meanwhile something moves, or all end."""
+    moves()
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.5):
+            if time.monotonic() > _moved_at + WATCHDOG_S:
+                os.write(stderr, f"\n{what} hangs; the stacks of all ranks:\n".encode())
+                for process in followers:
+                    process.send_signal(signal.SIGABRT)
+                    process.wait(5)
+                faulthandler.dump_traceback(stderr)
+                os._exit(1)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def _run(function: Callable, rank: int, size: int, device: str, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     result = error = None
+    watch(f"{function.__name__} of rank {rank}")
     try:
         if device == "cuda":
             torch.cuda.set_device(place)
         result = function(join(store, rank, size, place))
     except BaseException:
         error = traceback.format_exc()
+    faulthandler.cancel_dump_traceback_later()
     pipe.send_bytes(pickle.dumps((result, error)))
     leave()

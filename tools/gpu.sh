@@ -7,9 +7,9 @@
 #   quant   weights of 8 and 4 bits: rows, a sweep over the tiles of their kernels, their tests (at most 5 minutes)
 #   quant_rows  the first of these, to be repeated with the tiles that the sweep found (about 1 minute)
 #   sampling  every second request with every parameter, against greedy in the same run (about 1 minute)
-#   two     what two GPUs are asked first, 8 minutes at most: the 70B shape of tp, the shared experts of dp, tp_tests
+#   two     what two GPUs are asked first, 9 minutes at most: the 70B shape of tp, the shared experts of dp, tp_tests
 #   tp      two GPUs that share a model: a 70B and the 8B shape, with what the GPUs exchange (8 minutes at most)
-#   tp_tests  the GPU tests of tensor parallelism, the telling ones first (3 minutes at most)
+#   tp_tests  the GPU tests of tensor parallelism, the telling ones first (4 minutes at most; what hangs for one says so)
 #   dp      two engines on two GPUs that share their experts: speed, 2,000 mixed steps, their tests (8 minutes at most)
 #   adaptive  no drafts, 1, 3 and 5 of them, and adaptive, at 1 to 256 requests at a time (about 4 minutes)
 #   adaptive_high  of it what is close: no drafts, 1 of them and adaptive, at 128 and 256 requests (about 105 s)
@@ -141,10 +141,7 @@ several_gpus_tests() { # name, seconds, then arguments of pytest
 }
 
 tp_tests() {
-  local tests=tests/distributed/test_tensor_parallel.py
-  local telling="eagle3 or draft_model or exchange or mixtures or behind_drafters"
-  several_gpus_tests gpu-tests-tp 90 "$tests" -k "$telling"
-  several_gpus_tests gpu-tests-tp-more 90 "$tests" -k "not ($telling)"
+  several_gpus_tests gpu-tests-tp "${1:-240}" tests/distributed/test_tensor_parallel.py tests/distributed/test_group.py
 }
 
 engines() { # name, seconds, then the arguments of `draftloop bench engines`
@@ -175,7 +172,7 @@ dp() {
 two() {
   tp_70b
   dp_engines
-  several_gpus_tests gpu-tests-two 60 tests/distributed/test_tensor_parallel.py -k "eagle3 or exchange or mixtures"
+  tp_tests 120
 }
 
 throughput() { # name, then the arguments of `draftloop bench throughput`

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftloop.distributed.group import ALONE, Group
+from draftloop.distributed.group import ALONE, Group, _symmetric
+from draftloop.distributed.symmetric import SymmetricMemory
 from draftloop.graphs.program import in_place
 from draftloop.graphs.tape import TapeRecorder
 from ranks import on_ranks
@@ -71,10 +72,24 @@ def test_parts_that_do_not_fill_a_group_are_refused():
         ALONE.divide(2)
 
 
+class OneThatHasMetOthers(Group):
+    """Of two ranks the one that a new one joins: it has shared its memory once before."""
+
+    def max(self, values):
+        return [max(value, 0) for value in values]
+
+
+def test_ranks_that_cannot_meet_in_memory_do_not_wait_for_each_other(monkeypatch, caplog):
+    """Torch counts a process's meetings, and lets only those meet that have had as many."""
+    monkeypatch.setattr(SymmetricMemory, "num_made", 1)
+    monkeypatch.setattr(SymmetricMemory, "__init__", None)
+    assert _symmetric(None, OneThatHasMetOthers(), torch.device("cpu")) is None
+    assert "goes through NCCL: some ranks have met others before; make the next engine in a process" in caplog.text
+
+
 def _on_gpus(group: Group) -> list[torch.Tensor]:
     from torch.distributed import group as groups
 
-    from draftloop.distributed.symmetric import SymmetricMemory
     from draftloop.graphs.cuda import CudaRecorder
 
     device = torch.device("cuda", group.rank)

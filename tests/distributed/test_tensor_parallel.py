@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from draftloop.config.engine import EngineConfig
-from draftloop.distributed.group import ALONE, TIMEOUT
+from draftloop.distributed.group import ALONE
 from draftloop.distributed.launcher import Ranks
 from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.follower import gather
@@ -39,12 +39,14 @@ from helpers import (
     works_on_host,
 )
 from quantized import FORMATS, quantised_copy
+from ranks import moves, watchdog
 
 load_drafters()
 
-CASES = [
+TELLING = ("eagle3", "draft_model", "mtp", "dflash")
+CASES = [  # the telling ones first, like all tests here: time on several GPUs ends soon
     pytest.param(name, index, id=f"{name}-{index}" if index else name)
-    for name in sorted(DRAFTERS)
+    for name in (*TELLING, *sorted(DRAFTERS.keys() - set(TELLING)))
     for index in range(len(example_configs().get(name, [])))
     if name != "gemma4_mtp"  # whose target cannot be divided
 ]
@@ -52,16 +54,27 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def ranks(request):
-    """Two ranks, for engine after engine."""
+def kept_ranks(request):
+    """Two ranks, for engine after engine, and where they say why they end."""
     device = request.param
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     config = EngineConfig(model=tiny_model(), tensor_parallel_size=2, device=device)
-    found = gather(config, device, keep=True)
-    yield found
+    capturing = request.config.pluginmanager.getplugin("capturemanager")
+    with capturing.global_and_fixture_disabled(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONFAULTHANDLER", "1")
+        found, stderr = gather(config, device, keep=True), os.dup(2)
+    yield found, stderr
     assert found.followers is not None
     found.followers.close()
+    os.close(stderr)
+
+
+@pytest.fixture
+def ranks(kept_ranks, request):
+    found, stderr = kept_ranks
+    with watchdog(found.followers._processes, stderr, request.node.name):
+        yield found
 
 
 def pair(ranks: Ranks, **settings) -> tuple[LLM, LLM]:
@@ -69,29 +82,17 @@ def pair(ranks: Ranks, **settings) -> tuple[LLM, LLM]:
     device = ranks.device.type
     sizes = (2, 4) if device == "cpu" else (4,)  # on a GPU each is captured at the start, for every kind of sampling
     settings = {"device": device, "dtype": "float32", "cudagraph_capture_sizes": sizes, **settings}
-    return engine(**settings), make_engine(ranks=ranks, tensor_parallel_size=2, **settings)
+    # on a GPU nothing of the one is captured, which takes longest and changes no bit
+    one = {**settings, "enforce_eager": True, "device_loop": "off"} if device == "cuda" else settings
+    alone = engine(**one)
+    moves()
+    divided = make_engine(ranks=ranks, tensor_parallel_size=2, **settings)
+    moves()
+    return alone, divided
 
 
 def speculation_counts(llm: LLM) -> dict:
     return {name: value for name, value in llm.get_metrics().items() if name.startswith("spec_decode")}
-
-
-@pytest.mark.parametrize(("name", "index"), CASES)
-def test_text_and_drafts_are_those_of_one_rank(name, index, ranks, tmp_path):
-    spec = example_configs()[name][index]
-    if name == "extract_hidden_states":
-        spec = {**spec, "output_dir": str(tmp_path)}
-    loop = {} if works_on_host(name, index) else {"device_loop": 8}
-    alone, divided = pair(ranks, speculative_config=spec, **loop)
-    asked, params = prompts(3), greedy(20)
-    try:
-        assert answers(divided.generate(asked, params)) == answers(alone.generate(asked, params))
-        if not DRAFTERS[name].forced_acceptance:
-            assert speculation_counts(divided) == speculation_counts(alone)
-        if alone.engine.core.worker.loop:
-            assert any(row.iterations for row in divided.get_graph_report().loops), "nothing looped"
-    finally:
-        divided.close()
 
 
 @pytest.mark.parametrize("draft_size", [1, None])
@@ -152,6 +153,24 @@ def test_a_preempted_request_and_a_shared_prefix(ranks):
         for _ in range(2):
             assert answers(divided.generate(asked, greedy(24))) == answers(alone.generate(asked, greedy(24)))
         assert divided.get_metrics()["num_preemptions"] == alone.get_metrics()["num_preemptions"]
+    finally:
+        divided.close()
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_text_and_drafts_are_those_of_one_rank(name, index, ranks, tmp_path):
+    spec = example_configs()[name][index]
+    if name == "extract_hidden_states":
+        spec = {**spec, "output_dir": str(tmp_path)}
+    loop = {} if works_on_host(name, index) else {"device_loop": 8}
+    alone, divided = pair(ranks, speculative_config=spec, **loop)
+    asked, params = prompts(3), greedy(20)
+    try:
+        assert answers(divided.generate(asked, params)) == answers(alone.generate(asked, params))
+        if not DRAFTERS[name].forced_acceptance:
+            assert speculation_counts(divided) == speculation_counts(alone)
+        if divided.engine.core.worker.loop:
+            assert any(row.iterations for row in divided.get_graph_report().loops), "nothing looped"
     finally:
         divided.close()
 
@@ -300,12 +319,12 @@ def test_torchrun_must_have_started_as_many_processes(monkeypatch):
 # ---- life and death -------------------------------------------------------------------------
 
 PATIENCE_S = 120
+NOTICED_S = 10
+"""By then the death of a rank must have ended the others."""
 
 SCRIPT = """
 import sys, time
 from draftloop import LLM, SamplingParams
-from draftloop.distributed import followers
-followers.GRACE_S = 0.5
 llm = LLM({model!r}, tensor_parallel_size=2, device="cpu", max_model_len=128, max_num_seqs=2)
 params = SamplingParams(temperature=0, max_tokens=8)
 print(llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids, flush=True)
@@ -335,7 +354,7 @@ def test_a_killed_rank_is_noticed_with_the_cause():
     begin = time.monotonic()
     with pytest.raises(RankError, match="rank 1 has ended: killed by signal 9"):
         _ = [llm.generate([[1, 2, 3]], greedy(4)) for _ in range(10_000)]
-    assert time.monotonic() < begin + TIMEOUT.total_seconds() / 2, "only a collective's timeout has ended it"
+    assert time.monotonic() < begin + NOTICED_S
     llm.close()
 
 
@@ -349,7 +368,7 @@ def test_a_process_that_notices_nothing_ends_too(tmp_path):
         assert job.stdout.readline()
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
-        _, error = job.communicate(timeout=PATIENCE_S)
+        _, error = job.communicate(timeout=NOTICED_S)
     assert job.returncode == 1
     assert "rank 1 has ended: killed by signal 9" in error
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftloop.engine.device_loop import make_device_loop
 from draftloop.errors import GraphError
 from draftloop.graphs.cuda_loop import SOURCE, _arguments, definitions
 from draftloop.graphs.loop import Watched
@@ -106,6 +107,7 @@ class Rank:
         self.addresses = torch.tensor([word.data_ptr() for word in words])
         self.symmetric = self
         self.word_addresses = self.addresses.data_ptr()
+        self.clear_words = words.zero_
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
@@ -125,6 +127,24 @@ def test_other_ranks_stop_when_the_first_one_does():
             assert rank == 0 or torch.equal(mine.words_W, untouched), "another rank has no host"
         assert len(set(goes_on)) == 1, (seed, goes_on)
         assert words[0] == 0
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
+def test_the_last_decision_of_an_earlier_engine_is_none_of_the_next_one():
+    """Ranks and their words outlive an engine: one that read "stop after 900" would end its loop, and the other not."""
+    words = torch.full((2, 1), 900 * len(Stop) + Stop.COUNT)
+    watched, _, num_rows = random_case(0)
+    watched.max_tokens_M.fill_(1000)
+    watched.stop_ids_MS.fill_(-1)
+    buffers = {"rows": watched.rows_R, "outcome": watched.outcome_RW}
+    table = SimpleNamespace(buffers=buffers, repeat=lambda *_: "")
+    places = [dataclasses.replace(watched, group=Rank(rank, words)) for rank in range(2)]
+    loops = [make_device_loop(table, [SimpleNamespace(name="it")], watched, 8, group=one.group) for one in places]
+    loops[0].ring.begin(8)
+    for place, loop in zip(places, loops, strict=True):
+        values, types = _arguments(7, num_rows, place, loop.ring)
+        kernel().next_iteration(*(kind(value) for kind, value in zip(types, values, strict=True)))
+        assert ctypes.c_uint.in_dll(kernel(), "goes_on").value == 1
 
 
 def test_it_compiles_and_the_result_is_kept(tmp_path):

@@ -82,7 +82,7 @@ def test_the_death_of_one_engine_ends_the_other_and_turns_health_red(server):
         response.readline()
         first, second = server.engine_pids
         os.kill(second, signal.SIGKILL)
-        server.wait_until(lambda: not server.is_healthy())
+        server.wait_until(lambda: not server.is_healthy(), timeout_s=10)
         rest = response.read().decode()
     status, _, data = server.request("GET", "/health")
     reason = json.loads(data)["error"]["message"]

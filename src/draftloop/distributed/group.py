@@ -211,7 +211,10 @@ def _symmetric(process_group: ProcessGroup, whole: Group, device: torch.device) 
 
     symmetric, why = None, "another rank cannot"
     whole.all_gather(whole.all_reduce(torch.zeros(8, device=device)))  # NCCL connects, and loads its kernels
+    most, least = whole.max([SymmetricMemory.num_made, -SymmetricMemory.num_made])
     try:
+        if most != -least:  # they would wait for each other
+            raise RuntimeError("some ranks have met others before; make the next engine in a process of its own")
         symmetric = SymmetricMemory(process_group, device)
         symmetric.warm_up()
     except RuntimeError as error:

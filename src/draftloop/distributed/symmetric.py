@@ -6,7 +6,7 @@ the switch is not used. Kernels are torch's (`torch.ops.symm_mem`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,23 +29,32 @@ NUM_WORDS = 512
 class SymmetricMemory:
     """One buffer in each GPU of a group, which all others read. Collectives that use it follow one another."""
 
+    num_made: ClassVar[int] = 0
+    """By this process. Torch numbers a process's meetings, so that only ranks that have had as many can meet."""
+
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
         """All ranks make it together. Raises RuntimeError where their GPUs do not reach each other's memory."""
         import torch.distributed._symmetric_memory as symm_mem
 
+        SymmetricMemory.num_made += 1
         self.rank, self.size = process_group.rank(), process_group.size()
         self._name = process_group.group_name
         self._bytes = symm_mem.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._bytes, process_group)
-        self._words = symm_mem.empty(NUM_WORDS, dtype=torch.int64, device=device).zero_()
+        self._words = symm_mem.empty(NUM_WORDS, dtype=torch.int64, device=device)
         self._words_handle = symm_mem.rendezvous(self._words, process_group)
-        self._words_handle.barrier(channel=0)  # nobody writes to them before all are zero
-        torch.cuda.synchronize(device)
+        self.clear_words()
 
     @property
     def word_addresses(self) -> int:
-        """On the device: the address of each rank's first word, which others may write to; zero at first."""
+        """On the device: the address of each rank's first word, which others may write to."""
         return self._words_handle.buffer_ptrs_dev
+
+    def clear_words(self) -> None:
+        """Set all ranks' words to zero. All ranks do it together."""
+        self._words.zero_()
+        self._words_handle.barrier(channel=0)  # nobody writes to them before all are zero
+        torch.cuda.synchronize(self._words.device)
 
     def takes(self, x: Tensor) -> bool:
         """Whether such tensors are gathered: matrices, of which a row fits."""

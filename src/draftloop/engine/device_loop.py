@@ -61,6 +61,8 @@ def make_device_loop(
         )
         why = table.repeat([phase.name for phase in iterations], watched, ring)
         if not why:
+            if group.symmetric is not None:
+                group.symmetric.clear_words()  # an earlier engine of these ranks has left its last decision there
             return DeviceLoop(table, ring, max_iterations)
     logger.warning("no device loop, the host launches all decoding steps: %s", why)
     return None
