@@ -337,6 +337,13 @@ def test_nothing_of_the_targets_quantisation_or_cache_reaches_the_head():
     assert shape.kv_dtype == shape.dtype == drafter.target.dtype
 
 
+def test_weights_of_a_wider_type_than_the_targets_are_named(caplog):
+    spec = {"method": "eagle3", "model": tiny_head("eagle3"), "num_speculative_tokens": 2}
+    with caplog.at_level(logging.WARNING):
+        make_engine(dtype="bfloat16", enforce_eager=True, speculative_config=spec).close()
+    assert f"tensors in {tiny_head('eagle3')} are F32 and rounded to bfloat16" in caplog.text
+
+
 # ---- shapes without weights -----------------------------------------------------------------
 
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 
 from adapters import merged, random_adapter, random_pairs, write_adapter
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError, RequestError
 from draftloop.request import LoRARequest
+from gemma4 import gemma4_target
 from helpers import (
     MODES,
     answers,
@@ -206,7 +209,6 @@ def test_an_adapter_loaded_later_takes_the_place_of_one_that_nobody_uses() -> No
 
 def test_a_model_of_fused_modules_has_adapters_too(tmp_path: Path) -> None:
     """Phi-3 has q, k and v in one module, and so have its adapters."""
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -334,8 +336,29 @@ def test_requests_for_adapters_that_cannot_be_had_are_refused(tmp_path: Path) ->
     assert_all_free(llm)
 
 
-def test_models_whose_layers_cannot_have_adapters_are_refused() -> None:
-    from gemma4 import gemma4_target
+@pytest.mark.parametrize("name", ["Gemma4ForCausalLM", "Glm4ForCausalLM", "Starcoder2ForCausalLM"])
+def test_models_whose_layers_cannot_have_adapters_are_refused(name: str, tmp_path: Path) -> None:
+    """One with layers of its own, one whose rows are reordered, and one by transformers' own code."""
+    if name.startswith("Gemma4"):
+        model = gemma4_target()
+    else:
+        sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = {"Glm4": transformers.Glm4Config, "Starcoder2": transformers.Starcoder2Config}[name[:-11]]
+        config(**sizes, head_dim=16, pad_token_id=0, eos_token_id=1, architectures=[name]).save_pretrained(tmp_path)
+        model = str(tmp_path)
+    with pytest.raises(ConfigError, match=f"enable_lora is set, but layers of {name} cannot have adapters; .* merge"):
+        _load(Path(one()), model=model, load_format="auto" if name.startswith("Gemma4") else "dummy")
 
-    with pytest.raises(ConfigError, match=r"enable_lora is set, but layers of Gemma4.* cannot have adapters"):
-        _load(Path(one()), model=gemma4_target())
+
+def test_pickled_adapters_are_refused(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "x", random_pairs(tiny_model()))
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors, but has pickled weights"):
+        _load(folder)
+
+
+def test_adapters_of_a_wider_type_than_the_model_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        _load(Path(one()), dtype="bfloat16")
+    assert f"28 of 28 tensors in {one()} are F32 and rounded to bfloat16" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from draftloop.attention.base import AttentionBatch
 from draftloop.attention.sdpa import SdpaBackend
+from draftloop.models import fill
 from draftloop.models.architectures import FAMILIES
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import Decoder, attention_shapes, cache_specs
@@ -260,11 +262,21 @@ def test_last_aux_layer_is_the_stream_before_the_norm(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_sharded_checkpoint_loads_like_a_single_file(tmp_path: Path) -> None:
+def test_sharded_checkpoint_loads_like_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read by many threads, as for a GPU, of which two are within a tensor at once."""
     reference = make_reference("qwen3", tmp_path / "one")
     reference.save_pretrained(tmp_path / "many", max_shard_size="50KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
-    one, many = (dict(load(tmp_path / name).named_parameters()) for name in ("one", "many"))
+    one, meet, put = dict(load(tmp_path / "one").named_parameters()), threading.Barrier(2, timeout=60), fill._put
+
+    def put_together(name: str, *args: Any) -> None:
+        if name in ("model.embed_tokens.weight", "model.norm.weight"):
+            meet.wait()
+        put(name, *args)
+
+    monkeypatch.setattr(fill, "_num_threads", lambda device: 8)
+    monkeypatch.setattr(fill, "_put", put_together)
+    many = dict(load(tmp_path / "many").named_parameters())
     for name, weight in one.items():
         assert torch.equal(weight, many[name]), name
 

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_models import CASES, NUM_TOKENS, TOLERANCE, load, make_reference, run_chunks
+from safetensors.torch import load_file, save_file
+from test_models import CASES, CPU, NUM_TOKENS, PAGE_SIZE, TOLERANCE, load, make_reference, run_chunks
 
+from draftloop.attention.sdpa import SdpaBackend
 from draftloop.errors import ConfigError
+from draftloop.models.decoder import Decoder, attention_shapes
 from draftloop.models.fallback import FallbackDecoder
-from draftloop.models.loader import load_config, resolve_model
+from draftloop.models.loader import LoadFormat, load_config, load_model, resolve_model
 
 FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": 7}),
@@ -84,8 +87,14 @@ def test_passes_side_by_side_do_not_mix(device: torch.device, tmp_path: Path, mo
             ),
             "'dynamic', changes while a sequence grows",
         ),
+        (
+            transformers.Starcoder2Config(
+                architectures=["Starcoder2ForCausalLM"], quantization_config={"quant_method": "fp8"}
+            ),
+            "its weights are quantised",
+        ),
     ],
-    ids=["encoder", "state", "masked", "images", "dynamic"],
+    ids=["encoder", "state", "masked", "images", "dynamic", "quantised"],
 )
 def test_models_that_cannot_run_are_refused(config: transformers.PreTrainedConfig, words: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
@@ -100,13 +109,80 @@ def test_unknown_architectures_are_refused_with_all_that_are_known(tmp_path: Pat
         load_config(resolve_model(str(tmp_path), load_format="dummy"))
 
 
-def test_missing_weights_are_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     make_reference("starcoder2", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_missing_weights_are_named(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
     gone = next(name for name in tensors if name.endswith("q_proj.weight"))
     del tensors[gone]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=gone):
-        load(tmp_path)
+        load(folder)
+
+
+def read(
+    folder: Path,
+    *,
+    load_format: LoadFormat = "auto",
+    quantization: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    source = resolve_model(str(folder), load_format=load_format)
+    config = load_config(source, quantization=quantization)
+    backend = SdpaBackend(attention_shapes(config, page_size=PAGE_SIZE, dtype=dtype)[0], CPU)
+    return load_model(source, config, backend, device=CPU, dtype=dtype, load_format=load_format)
+
+
+def test_weights_that_it_would_quantise_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantization is 'fp8', but Starcoder2ForCausalLM .* leave it out"):
+        read(folder, quantization="fp8")
+
+
+def test_weights_of_a_wider_type_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: weight if "layers.1" in name else weight.bfloat16() for name, weight in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    read(folder)
+    assert "rounded" not in caplog.text
+    read(folder, dtype=torch.bfloat16)
+    wide = [name for name in tensors if "layers.1" in name]
+    assert f"{len(wide)} of {len(tensors)} tensors in {folder} are F32 and rounded to bfloat16" in caplog.text
+
+
+def test_pickles_are_read_only_when_asked_for(folder: Path) -> None:
+    """Beside safetensors that are none of the model's too."""
+    expected = read(folder).state_dict()
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="only pickled weights"):
+        read(folder)
+    found = read(folder, load_format="pt").state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    save_file(tensors, folder / "other.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="transformers cannot load"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("layer", "causal", "words"),
+    [(1, True, "not each of its layers asks for attention, once"), (None, False, "its attention is not causal")],
+)
+def test_code_that_attends_otherwise_is_refused(
+    layer: int | None, causal: bool, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a token that is run for a try, not by what the config says."""
+    kind = transformers.models.starcoder2.modeling_starcoder2.Starcoder2Attention
+    forward = kind.forward
+
+    def changed(self: Any, hidden_states: torch.Tensor, **given: Any) -> Any:
+        self.is_causal = causal
+        return (hidden_states, None) if self.layer_idx == layer else forward(self, hidden_states, **given)
+
+    monkeypatch.setattr(kind, "forward", changed)
+    with pytest.raises(ConfigError, match=f"Starcoder2ForCausalLM cannot run by transformers' code: {words}"):
+        read(folder)

@@ -306,18 +306,23 @@ def test_deterministic_layers_pad_tokens_always_alike(device: torch.device, name
         assert torch.equal(run(x[:tokens], tiles=tiles), sums[:, :tokens])
 
 
-def test_8_bits_on_both_sides(device: torch.device) -> None:
-    """Two parts of tokens, several blocks, rows that no block divides, sums and gates."""
+@pytest.mark.parametrize("given", [None, 0.004], ids=["dynamic", "static"])
+def test_8_bits_on_both_sides(device: torch.device, given: float | None) -> None:
+    """Two parts of tokens, several blocks, rows that no block divides, sums and gates; a stored scale clips."""
     weight, floats = make("fp8 per column", 208, 384, device)
     assert isinstance(weight, Fp8Weight)
     x, bias = (torch.randn(*shape, device=device).to(half(device)) for shape in ((70, 384), (208,)))
-    rounded, scale_T1 = quantise_triton(x)
+    input_scale = None if given is None else torch.tensor(given, device=device)
+    rounded, scale_T1 = quantise_triton(x, input_scale)
     packed_TBS = rounded.unflatten(1, (-1, 128))
     restored = unpack_fp8(packed_TBS.transpose(0, 1))
     if device.type == "cuda":  # the interpreter does not round to 8 bits as the device does
-        expected_TK, expected_T1 = quantise_activations(x)
-        torch.testing.assert_close(scale_T1, expected_T1)
+        expected_TK, expected_T1 = quantise_activations(x, input_scale)
+        torch.testing.assert_close(scale_T1, expected_T1.expand(70, 1))
         assert off(restored.float() * scale_T1, expected_TK.double() * expected_T1) < 2**-4
+    if given is not None:
+        assert torch.equal(scale_T1, torch.full((70, 1), given, device=device))
+        assert float((restored.float() * scale_T1).abs().max()) == pytest.approx(given * 448)
     expected = (restored.double() * scale_T1.double()) @ floats.double().T + bias.double()
     arguments, tiles = (rounded, scale_T1, weight.packed_BNS, weight.scale_PQ, bias), WideTiles(64, 128, 2, 48, 4, 3)
     assert off(linear_w8a8_triton(*arguments, kind=Kind.SUMS, tiles=tiles).sum(0), expected) < 2**-10

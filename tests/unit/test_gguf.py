@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -14,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftloop.errors import ConfigError
-from draftloop.models.gguf_import import GEMMA_NAMES, LAYER_NAMES, TOP_NAMES, GgufFile, hf_name, unpermute
+from draftloop.models.gguf_import import GEMMA_NAMES, GgufFile, hf_name, unpermute
 from draftloop.models.loader import load_config, resolve_model
 from draftloop.models.resolve import read_json
 from draftloop.models.rope import cos_sin_table
 from draftloop.models.tensors import open_tensors
-from helpers import HEADS, HIDDEN, KV_HEADS, LAYERS, MAX_LEN, answers, engine, greedy, make_engine, prompts, tiny_model
+from gguf_files import permuted, write_gguf
+from helpers import HIDDEN, LAYERS, answers, engine, greedy, make_engine, prompts, tiny_model
 
 Q8_0, F16 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16
 
@@ -29,67 +29,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTLOOP_CACHE_ROOT", str(tmp_path / "cache"))
 
 
-def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp keeps queries and keys: the halves of each head interleaved."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
-    return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
-def write(
-    path: Path,
-    tensors: dict[str, Tensor],
-    *,
-    architecture: str = "llama",
-    kind: gguf.GGMLQuantizationType | None = None,
-    settings: dict[str, Any] | None = None,
-) -> Path:
-    """A GGUF file of Hugging Face's tensors; `kind` for matrices, and `settings` within the architecture."""
-    theirs = {name: key for key, name in (GEMMA_NAMES if architecture == "gemma3" else LAYER_NAMES).items()}
-    tops = {name: key for key, name in TOP_NAMES.items()}
-    writer = gguf.GGUFWriter(path, architecture)
-    common = {
-        "context_length": MAX_LEN,
-        "embedding_length": HIDDEN,
-        "block_count": LAYERS,
-        "feed_forward_length": 2 * HIDDEN,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": 10000.0,
-    }
-    for key, value in (common | (settings or {})).items():
-        add = writer.add_string if isinstance(value, str) else writer.add_float32
-        (writer.add_uint32 if isinstance(value, int) else add)(f"{architecture}.{key}", value)
-    writer.add_uint32("tokenizer.ggml.eos_token_id", 3)
-    writer.add_uint32("tokenizer.ggml.eot_token_id", 5)
-    for name, tensor in tensors.items():
-        weight, part = tensor.numpy(), name.split(".")
-        if name in tops or name.startswith("rope"):
-            key = tops.get(name, name)
-        else:
-            key = f"blk.{part[2]}.{theirs['.'.join(part[3:-1])]}.{part[-1]}"
-        if architecture == "llama" and part[-2] in ("q_proj", "k_proj"):
-            weight = permuted(weight, HEADS if part[-2] == "q_proj" else KV_HEADS)
-        if architecture == "gemma3" and name.endswith("norm.weight"):
-            weight = weight + 1
-        if kind is not None and weight.ndim == 2:
-            writer.add_tensor(key, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(key, np.ascontiguousarray(weight))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def weights() -> dict[str, Tensor]:
     return load_file(Path(tiny_model()) / "model.safetensors")
 
 
 def test_a_file_is_a_model(tmp_path: Path) -> None:
     """Of plain weights, the same text as the folder; made once, and again when the file changes."""
-    path = write(tmp_path / "tiny.gguf", weights())
+    path = write_gguf(tmp_path / "tiny.gguf", weights())
     llm = make_engine(str(path))
     assert llm.engine.tokenizer is None
     asked, params = prompts(4), greedy(16, ignore_eos=True)
@@ -100,12 +46,12 @@ def test_a_file_is_a_model(tmp_path: Path) -> None:
     assert config.vocab_size == 160
     assert config.eos_token_ids == (3, 5)
     assert not config.tie_word_embeddings
-    write(path, weights(), settings={"context_length": 100})
+    write_gguf(path, weights(), settings={"context_length": 100})
     assert load_config(resolve_model(str(path))).max_position_embeddings == 100
 
 
 def test_a_quantised_file_is_what_its_numbers_stand_for(tmp_path: Path) -> None:
-    path = write(tmp_path / "small.gguf", weights(), kind=Q8_0)
+    path = write_gguf(tmp_path / "small.gguf", weights(), kind=Q8_0)
     assert path.stat().st_size < 0.35 * sum(weight.nbytes for weight in weights().values())
     with open_tensors([path]) as tensors:
         for name, weight in weights().items():
@@ -125,7 +71,7 @@ def test_a_quantised_file_is_what_its_numbers_stand_for(tmp_path: Path) -> None:
 def test_rows_of_qwen_stay_where_they_are_and_biases_come_along(tmp_path: Path) -> None:
     bias = torch.randn(HIDDEN)
     tensors = {**weights(), "model.layers.0.self_attn.q_proj.bias": bias}
-    path = write(tmp_path / "qwen.gguf", tensors, architecture="qwen2")
+    path = write_gguf(tmp_path / "qwen.gguf", tensors, architecture="qwen2")
     with open_tensors([path]) as found:
         name = "model.layers.0.self_attn.q_proj"
         assert torch.equal(found.read(f"{name}.weight"), tensors[f"{name}.weight"])
@@ -146,7 +92,7 @@ def test_gemma_norms_lose_the_one_that_was_added(tmp_path: Path) -> None:
     tensors = {f"model.layers.0.{name}_layernorm.weight": norm for name in names}
     tensors["model.embed_tokens.weight"] = torch.randn(160, HIDDEN)
     settings = {"attention.sliding_window": 16, "attention.key_length": 32}
-    path = write(tmp_path / "gemma.gguf", tensors, architecture="gemma3", settings=settings)
+    path = write_gguf(tmp_path / "gemma.gguf", tensors, architecture="gemma3", settings=settings)
     file = GgufFile(path)
     for name in tensors:
         np.testing.assert_allclose(file.read(name), tensors[name], atol=1e-6)
@@ -170,11 +116,11 @@ def test_stretched_wavelengths_of_llama_3(tmp_path: Path) -> None:
     smooth = np.clip((8192 / wavelengths - 1) / 3, 0, 1)
     factors = torch.tensor(1 / ((1 - smooth) / 8 + smooth), dtype=torch.float32)
     base = {"rope.freq_base": 500000.0}
-    path = write(tmp_path / "long.gguf", {**weights(), "rope_freqs.weight": factors}, settings=base)
+    path = write_gguf(tmp_path / "long.gguf", {**weights(), "rope_freqs.weight": factors}, settings=base)
     found = load_config(resolve_model(str(path))).rope
     options = {"head_dim": 16, "max_positions": 64, "device": torch.device("cpu")}
     assert torch.equal(cos_sin_table(found, **options), cos_sin_table(expected, **options))
-    path = write(tmp_path / "odd.gguf", {**weights(), "rope_freqs.weight": factors * 1.5}, settings=base)
+    path = write_gguf(tmp_path / "odd.gguf", {**weights(), "rope_freqs.weight": factors * 1.5}, settings=base)
     with pytest.raises(ConfigError, match="in a way that is not known"):
         resolve_model(str(path))
 
@@ -195,7 +141,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, message:
 
 
 def test_tensors_that_the_architecture_has_not_are_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "odd.gguf", {**weights(), "rope_other.weight": torch.ones(4)})
+    path = write_gguf(tmp_path / "odd.gguf", {**weights(), "rope_other.weight": torch.ones(4)})
     with pytest.raises(ConfigError, match=r"odd\.gguf holds 'rope_other\.weight', which llama has not"):
         resolve_model(str(path))
 
@@ -207,7 +153,7 @@ def test_names_of_all_parts() -> None:
 
 
 def test_the_folder_holds_a_link_and_no_copy(tmp_path: Path) -> None:
-    path = write(tmp_path / "tiny.gguf", weights(), kind=F16)
+    path = write_gguf(tmp_path / "tiny.gguf", weights(), kind=F16)
     folder = resolve_model(str(path)).folder
     assert folder is not None
     assert (folder / "model.gguf").resolve() == path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,11 +130,37 @@ def test_alias_falls_through_to_the_wheel(monkeypatch: pytest.MonkeyPatch, folde
     refused(["at revision 'v1'"], "smollm2-135m", download_dir=tmp_path / "hub", revision="v1")
 
 
-def test_pickled_weights_are_refused(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(["only pickled weights (pytorch_model.bin)", "safetensors"], str(folder))
-    (folder / "pytorch_model.bin").unlink()
-    refused(["no *.safetensors file"], str(folder))
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def pickled(folder: Path) -> Path:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def test_pickles_are_read_only_when_asked_for(pickled: Path) -> None:
+    refused(["only pickled weights (pytorch_model.bin)", "load_format 'pt', which reads tensors"], str(pickled))
+    expected = load(ModelSource(name="tiny", preset="tiny"), load_format="dummy", seed=3).state_dict()
+    found = load(resolve_model(str(pickled), load_format="pt"), load_format="pt").state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    (pickled / "pytorch_model.bin").unlink()
+    refused(["no *.safetensors file"], str(pickled))
+
+
+def test_pickles_run_nothing(pickled: Path, tmp_path: Path) -> None:
+    torch.save({"lm_head.weight": Bomb(tmp_path / "made")}, pickled / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="as plain tensors"):
+        load(resolve_model(str(pickled), load_format="pt"), load_format="pt")
+    assert not (tmp_path / "made").exists()
 
 
 def test_missing_shard_is_named(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +86,21 @@ def test_weights_stay_small_where_kernels_read_them(tmp_path: Path, name: str) -
     wanted = dict(named_weights(expected))
     for key, weight in small.items():
         torch.testing.assert_close(weight.dequantise(torch.float32), wanted[key].data, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["fp8 per tensor, static", "compressed fp8 per tensor, static"])
+@pytest.mark.usefixtures("keeps_quantised")
+def test_stored_scales_of_activations_reach_the_kernels(tmp_path: Path, name: str) -> None:
+    folder, _ = quantised_copy(tiny_model(), tmp_path, name)
+    change(folder, **{f"{Q}.input_scale": torch.tensor(0.5)})
+    small = quantised(load(folder))
+    assert len(small) == 7
+    for key, weight in small.items():
+        assert isinstance(weight, Fp8Weight)
+        assert weight.activations == "static"
+        assert weight.input_scale is not None
+        # of a fused weight the largest of its parts
+        assert float(weight.input_scale) == pytest.approx(0.5 if key == "layers.0.attention.qkv_weight" else 0.03)
 
 
 @pytest.mark.usefixtures("keeps_quantised")
@@ -239,7 +253,7 @@ def test_a_mixture_of_types_is_named(tmp_path: Path, caplog: pytest.LogCaptureFi
         wide = load(tmp_path / "mixed")
         assert caplog.text == ""
         load(tmp_path / "mixed", dtype=torch.bfloat16)
-    assert "5 of 21 tensors are F32 and rounded to the model's type bfloat16" in caplog.text
+    assert f"5 of 21 tensors in {tmp_path / 'mixed'} are F32 and rounded to bfloat16" in caplog.text
     assert "norm.weight; dtype float32 keeps them" in caplog.text
     assert torch.equal(wide.state_dict()["embed_tokens"], tensors["model.embed_tokens.weight"].float())
 
@@ -249,43 +263,6 @@ def test_the_time_that_loading_took_is_reported(caplog: pytest.LogCaptureFixture
         make_engine().close()
     assert "s (files: 0.00 GiB in " in caplog.text
     assert "GB/s" in caplog.text
-
-
-# ---- pickles --------------------------------------------------------------------------------
-
-
-class Bomb:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.fixture
-def pickled(tmp_path: Path) -> Path:
-    folder = tmp_path / "pickled"
-    folder.mkdir()
-    (folder / "config.json").write_text((Path(tiny_model()) / "config.json").read_text())
-    torch.save(load_file(Path(tiny_model()) / "model.safetensors"), folder / "pytorch_model.bin")
-    return folder
-
-
-def test_pickles_are_read_only_when_asked_for(pickled: Path) -> None:
-    with pytest.raises(ConfigError, match=r"only pickled weights .* load_format 'pt', which reads tensors"):
-        load(pickled)
-    expected = load(tiny_model()).state_dict()
-    found = load(pickled, load_format="pt").state_dict()
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-
-
-def test_pickles_run_nothing(pickled: Path, tmp_path: Path) -> None:
-    torch.save({"lm_head.weight": Bomb(tmp_path / "made")}, pickled / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="as plain tensors"):
-        load(pickled, load_format="pt")
-    assert not (tmp_path / "made").exists()
 
 
 # ---- what cannot work -----------------------------------------------------------------------

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
 
 from draftloop.errors import ConfigError
 from draftloop.models.quantisation import read_quantisation
 from draftloop.models.resolve import check_folder, read_json, resolve_model, weight_files
-from draftloop.models.tensors import Read, Shape, open_tensors
+from draftloop.models.tensors import Shape, Tensors, open_tensors
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 """The older heads come in this form only. It is read as tensors and nothing else, so it cannot run code."""
@@ -26,23 +24,17 @@ def only_pickle(folder: Path) -> Path | None:
 
 def read_shapes(folder: Path) -> dict[str, Shape]:
     """Names and shapes of all tensors. Raises ConfigError for files that are missing or damaged."""
-    with open_weights(folder) as (shapes, _):
-        return dict(shapes)
+    with open_weights(folder) as tensors:
+        return dict(tensors.shapes)
 
 
 @contextmanager
-def open_weights(folder: Path) -> Generator[tuple[Mapping[str, Shape], Read]]:
-    """The tensors' shapes, and a function that reads one by its name in the files. Raises ConfigError."""
-    if pickle := only_pickle(folder):
-        try:
-            weights = torch.load(pickle, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # unpickling raises whatever it likes
-            raise ConfigError(f"cannot read {pickle} as plain tensors: {error}") from error
-        yield {name: tuple(weight.shape) for name, weight in weights.items()}, weights.__getitem__
-        return
+def open_weights(folder: Path) -> Generator[Tensors]:
+    """The tensors by their names in the files. Raises ConfigError."""
+    pickle = only_pickle(folder)
     settings = read_json(folder / "config.json").get("quantization_config")
-    with open_tensors(weight_files(folder), read_quantisation(settings)) as tensors:
-        yield tensors.shapes, tensors.read
+    with open_tensors([pickle] if pickle else weight_files(folder), read_quantisation(settings)) as tensors:
+        yield tensors
 
 
 def find_checkpoint(name: str, revision: str | None = None) -> Path:

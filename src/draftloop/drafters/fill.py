@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftloop.drafters.files import open_weights
 from draftloop.errors import ConfigError
+from draftloop.models.fill import warn_of_rounding
 from draftloop.models.loader import DUMMY_STD
 from draftloop.models.shards import Plain, Shard, fill_random
 
@@ -34,14 +35,16 @@ def fill(head: Head, folder: Path, names: Mapping[str, str], *, vocab_size: int,
     Raises ConfigError for quantised weights, and where `d2t` leads outside of the target's `vocab_size`
     ids, or twice to one of them.
     """
-    with open_weights(folder) as (_, read):
-        for plain, destination in head.destinations().items():
-            weight = read(names[plain])
+    with open_weights(folder) as tensors:
+        destinations = head.destinations()
+        warn_of_rounding({plain: (tensors.types[names[plain]], to.dtype) for plain, to in destinations.items()}, folder)
+        for plain, destination in destinations.items():
+            weight = tensors.read(names[plain])
             if weight.dtype not in FLOATS:
                 raise ConfigError(f"{plain} of {name!r} is of type {weight.dtype}; a head must have plain weights")
             destination.copy_(weight)
         if head.target_ids_W is not None:
-            head.target_ids_W.copy_(target_ids(read(names["d2t"]), vocab_size=vocab_size, name=name))
+            head.target_ids_W.copy_(target_ids(tensors.read(names["d2t"]), vocab_size=vocab_size, name=name))
 
 
 def target_ids(offsets_W: Tensor, *, vocab_size: int, name: str, tensor: str = "d2t") -> Tensor:

@@ -93,8 +93,8 @@ class Gemma4MtpDrafter(Drafter):
         assert self.folder is not None
         fill(self.assistant, self.folder, self.names, vocab_size=target.vocab_size, name=name)
         if self.config.num_centroids:
-            with open_weights(self.folder) as (_, read):
-                ordering_V = read(self.names[ORDERING]).long()
+            with open_weights(self.folder) as tensors:
+                ordering_V = tensors.read(self.names[ORDERING]).long()
             if not torch.equal(ordering_V.sort().values, torch.arange(ordering_V.shape[0])):
                 raise ConfigError(f"{ORDERING} of {name!r} does not name every id once; the export is damaged")
             self.assistant.settle(ordering_V)

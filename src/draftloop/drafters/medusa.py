@@ -144,8 +144,8 @@ class MedusaDrafter(Drafter):
         fill(self.heads, self.folder, self.names, vocab_size=target.vocab_size, name=name)
         ids_W = None
         if self.config.map_size:
-            with open_weights(self.folder) as (_, read):
-                offsets_W = read(self.names[TOKEN_MAP]).cpu().long() - torch.arange(self.config.map_size)
+            with open_weights(self.folder) as tensors:
+                offsets_W = tensors.read(self.names[TOKEN_MAP]).cpu().long() - torch.arange(self.config.map_size)
             ids_W = target_ids(offsets_W, vocab_size=target.vocab_size, name=name, tensor=TOKEN_MAP)
         self.heads.settle(ids_W)
 

@@ -53,8 +53,8 @@ class PEagleDrafter(Eagle3Drafter):
         super().load(progress=progress)
         mask_X = torch.zeros(self.config.aux_width)
         if self.folder is not None:
-            with open_weights(self.folder) as (_, read):
-                mask_X = read(self.names[MASK_HIDDEN]).flatten()
+            with open_weights(self.folder) as tensors:
+                mask_X = tensors.read(self.names[MASK_HIDDEN]).flatten()
         self.mask_C = self.head.fuse(mask_X.to(self.target.device, self.target.dtype)[None])[0]
 
     def row_memory(self) -> Mapping[str, Tensor]:

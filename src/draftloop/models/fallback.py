@@ -28,6 +28,8 @@ from draftloop.errors import ConfigError
 from draftloop.kernels.fp8_cache import as_bytes, stored
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, capped
 from draftloop.models.fallback_config import FallbackConfig
+from draftloop.models.fill import warn_of_rounding
+from draftloop.models.tensors import open_tensors
 from draftloop.models.weights import Destination
 
 logger = logging.getLogger(__name__)
@@ -212,11 +214,14 @@ def load_fallback(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    random: bool,
+    files: Sequence[Path],
     seed: int,
     show_progress: bool | None,
 ) -> FallbackDecoder:
-    """With the folder's weights, or `random` ones. Raises ConfigError for weights that do not fit the config."""
+    """With the weights in these `files` of the folder, or random ones where there are none.
+
+    Raises ConfigError for weights that do not fit the config.
+    """
     if config.quantisation is not None:
         raise ConfigError(
             f"quantization is {config.quantisation.method!r}, but {config.architecture} runs by transformers' code, "
@@ -226,14 +231,20 @@ def load_fallback(
         transformers_logging.disable_progress_bar()
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION, "trust_remote_code": False}
     try:
-        if random:
+        if not files:
             from transformers import AutoConfig
 
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(folder)), **settings)
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(str(folder), output_loading_info=True, **settings)
+            with open_tensors(files) as tensors:
+                warn_of_rounding({name: (kind, dtype) for name, kind in tensors.types.items()}, folder)
+            # None: where there are no others, the pickled ones that were asked for
+            safe = True if files[0].suffix == ".safetensors" else None
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(folder), output_loading_info=True, use_safetensors=safe, **settings
+            )
             if wrong := [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]:
                 raise ConfigError(
                     f"the weights in {folder} do not fit config.json: {len(wrong)} are missing or of another shape, "

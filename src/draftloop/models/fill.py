@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,7 +39,9 @@ MAX_NAMED = 5
 """Tensors named in one message."""
 STAGE_BYTES = 64 << 20
 """Pinned memory of each thread."""
-SIZES = {"F32": 4, "BF16": 2, "F16": 2}
+SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+UNLIKE_HALVES = {("BF16", torch.float16), ("F16", torch.bfloat16)}
+"""Either has numbers that the other has not."""
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale")
 """Of 8-bit caches, last part of the name; not applied, since the scale of a cache is 1 here."""
 APPLIED_SCALES = ("k_scale", "v_scale", "kv_scale")
@@ -79,7 +80,11 @@ def fill_from_files(
         skipped |= zero_biases | scales
         _check_kinds(tensors, destinations, quantisation)
         check_tensors(tensors, destinations, skipped, files[0].parent)
-        _warn_of_rounding(tensors, destinations)
+        plain = {name: to for name, to in destinations.items() if not isinstance(to, Part | QuantisedShard)}
+        warn_of_rounding(
+            {name: (tensors.types[name], to.dtype) for name, to in plain.items() if name not in tensors.stored},
+            files[0].parent,
+        )
         for name in sorted(zero_biases):
             if bool(tensors.read(name).any()):
                 raise ConfigError(f"{name} is not zero, but {model.config.architecture} has no such bias")
@@ -239,26 +244,19 @@ def _check_kinds(tensors: Tensors, destinations: Mapping[str, Destination], quan
         )
 
 
-def _warn_of_rounding(tensors: Tensors, destinations: Mapping[str, Destination]) -> None:
-    """Say which tensors lose precision: those of a wider type than the model has."""
-    rounded: Counter[tuple[str, torch.dtype]] = Counter()
-    first: dict[tuple[str, torch.dtype], str] = {}
-    for name, destination in destinations.items():
-        if isinstance(destination, Part | QuantisedShard) or name in tensors.stored:
-            continue
-        kind = tensors.types[name]
-        if SIZES[kind] > destination.dtype.itemsize or {kind, destination.dtype} in (
-            {"BF16", torch.float16},
-            {"F16", torch.bfloat16},
-        ):
-            rounded[kind, destination.dtype] += 1
-            first.setdefault((kind, destination.dtype), name)
-    for (kind, dtype), count in rounded.items():
+def warn_of_rounding(kinds: Mapping[str, tuple[str, torch.dtype]], folder: Path) -> None:
+    """Say which tensors lose precision: those of a wider type than the memory that they fill, both by name."""
+    rounded: dict[tuple[str, torch.dtype], list[str]] = {}
+    for name, (kind, dtype) in kinds.items():
+        if SIZES.get(kind, 0) > dtype.itemsize or (kind, dtype) in UNLIKE_HALVES:
+            rounded.setdefault((kind, dtype), []).append(name)
+    for (kind, dtype), names in rounded.items():
         logger.warning(
-            "%d of %d tensors are %s and rounded to the model's type %s, the first being %s; dtype float32 keeps them",
-            count,
-            len(destinations),
+            "%d of %d tensors in %s are %s and rounded to %s, the first being %s; dtype float32 keeps them",
+            len(names),
+            len(kinds),
+            folder,
             kind,
             str(dtype).removeprefix("torch."),
-            first[kind, dtype],
+            names[0],
         )

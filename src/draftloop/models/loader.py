@@ -144,30 +144,29 @@ def load_model(
     """
     from draftloop.models.fill import Loaded, bytes_of, fill_from_files
 
+    files = [] if load_format == "dummy" else weight_files(_folder(source), pickled=load_format == "pt")
     if isinstance(config, FallbackConfig):
         from draftloop.models.fallback import load_fallback
 
-        begin, random = time.perf_counter(), load_format == "dummy"
+        begin = time.perf_counter()
         decoder = load_fallback(
             _folder(source),
             config,
             backend,
             device=device,
             dtype=dtype,
-            random=random,
+            files=files,
             seed=seed,
             show_progress=show_progress,
         )
-        if report is not None and not random:
-            num_bytes = bytes_of(weight_files(_folder(source), pickled=load_format == "pt"))
-            report(Loaded(num_bytes=num_bytes, seconds=time.perf_counter() - begin))
+        if report is not None and files:
+            report(Loaded(num_bytes=bytes_of(files), seconds=time.perf_counter() - begin))
         return decoder
     import torch
 
     from draftloop.distributed.group import ALONE
     from draftloop.models.weights import check_kept, dequantise
 
-    files = [] if load_format == "dummy" else weight_files(_folder(source), pickled=load_format == "pt")
     max_positions = max_positions or config.max_position_embeddings
     ranks = {"group": group or ALONE, "engines": engines or ALONE}
     model = _decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions, **ranks)

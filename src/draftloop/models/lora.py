@@ -23,6 +23,7 @@ from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import Decoder
 from draftloop.models.dense import DenseDecoder
 from draftloop.models.fallback_config import FallbackConfig
+from draftloop.models.fill import warn_of_rounding
 from draftloop.models.gemma4_config import Gemma4Config
 from draftloop.models.layers import GatedMLP
 from draftloop.models.resolve import read_json
@@ -117,6 +118,8 @@ def load_adapter(folder: Path, places: Mapping[str, Place], number: int, *, max_
     config = read_lora_config(folder, max_rank=max_rank)
     with open_tensors([folder / WEIGHTS]) as tensors:
         pairs = _pairs(tensors, places, config, folder)
+        dtypes = {name: places[module].stack.a_LSJK.dtype for module, pair in pairs.items() for name in pair}
+        warn_of_rounding({name: (tensors.types[name], dtype) for name, dtype in dtypes.items()}, folder)
         read = {name: (_read(tensors, a, folder), _read(tensors, b, folder)) for name, (a, b) in pairs.items()}
     for stack in {id(place.stack): place.stack for place in places.values()}.values():
         stack.clear(number)

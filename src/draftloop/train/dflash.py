@@ -312,16 +312,18 @@ class BlockMethod(Method[BlockOptionsT]):
         keys = ("mask_token_id", "block_size", "samples_from_anchor", "has_map", "draft_vocab_size", "heads")
         num_layers = self.subject.config.num_layers
         check_alike(given, self.drafter, keys, self.aux_layers, folder=folder, num_layers=num_layers)
-        with open_weights(folder) as (_, read), torch.no_grad():
+        with open_weights(folder) as tensors, torch.no_grad():
             for name, weight in module.state_dict().items():
                 if name == "draft_ids":
-                    stored = target_ids(read(names["d2t"]), vocab_size=self.subject.vocab_size, name=str(folder))
+                    stored = target_ids(
+                        tensors.read(names["d2t"]), vocab_size=self.subject.vocab_size, name=str(folder)
+                    )
                 elif name == "mask_embedding":
                     stored = self.subject.embed_tokens[self.drafter.mask_token_id] if mask_C is None else mask_C
                 elif name == "aux_scale":
                     stored = torch.ones_like(weight)  # they are part of the weights by now
                 elif name in names:
-                    stored = read(names[name])
+                    stored = tensors.read(names[name])
                 else:
                     raise ConfigError(f"the drafter in {str(folder)!r} lacks {name}; it has fewer layers or heads")
                 copy_stored(weight, stored, name, folder)

@@ -246,10 +246,10 @@ class Eagle3Method(Method[Eagle3Options]):
         keys = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_map", "draft_vocab_size")
         num_layers = self.subject.config.num_layers
         check_alike(given, self.head, keys, self.aux_layers, folder=folder, num_layers=num_layers)
-        with open_weights(folder) as (_, read), torch.no_grad():
+        with open_weights(folder) as tensors, torch.no_grad():
             for name, weight in module.state_dict().items():
                 if name == "draft_ids":
-                    ids = target_ids(read(names["d2t"]), vocab_size=self.subject.vocab_size, name=str(folder))
+                    ids = target_ids(tensors.read(names["d2t"]), vocab_size=self.subject.vocab_size, name=str(folder))
                     weight.copy_(ids)
                 elif name in names:
-                    copy_stored(weight, read(names[name]), name, folder)
+                    copy_stored(weight, tensors.read(names[name]), name, folder)
