@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Through the environment, so that quotes in a prompt survive.
 export PROMPT
 
-.PHONY: help run test gpu-test bench lint format types layers page docs pictures sbom install install-dev browser clean
+.PHONY: help run test gpu-test large-models bench lint format types layers page docs pictures sbom install install-dev browser clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,9 @@ test: install-dev browser ## the whole CPU test suite
 
 gpu-test: install-dev ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
+
+large-models: install-dev ## tests of real models that are too large for every run: 240 MB, a few minutes
+	$(BIN)/pytest --large-models tests/e2e/test_gemma3_270m.py $(ARGS)
 
 bench: install ## decode latency of the default model: make bench ARGS="--batch-sizes 1,8"
 	$(BIN)/draftloop bench latency $(ARGS)
