@@ -64,10 +64,15 @@ def reference():
     return AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32)
 
 
-@torch.inference_mode()
 def reference_logits(prompt: list[int], output: list[int]) -> np.ndarray:
     """[len(prompt) + len(output), V]"""
-    return reference()(torch.tensor([prompt + output])).logits[0].double().numpy()
+    return logits_after((*prompt, *output))
+
+
+@functools.lru_cache(maxsize=256)  # an answer is judged with drafts and without
+@torch.inference_mode()
+def logits_after(token_ids: tuple[int, ...]) -> np.ndarray:
+    return reference()(torch.tensor([token_ids])).logits[0].double().numpy()
 
 
 @functools.cache
