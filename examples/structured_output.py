@@ -1,4 +1,4 @@
-"""An answer that fits a JSON schema, whatever is drafted. Needs the extra `grammar`."""
+"""An answer that fits a JSON schema, whatever is drafted (pip install 'draftloop[grammar]')."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftloop.bench import sweep_experts, sweep_quantised, sweep_view
-from draftloop.bench.sweep_report import SweepReport
+from draftloop.bench.sweep_report import SweepReport, gpu
 from draftloop.kernels.linear import Tiles
 from draftloop.kernels.linear_planes import PlaneTiles
 from draftloop.kernels.linear_wide import Kind
@@ -109,3 +109,9 @@ def test_a_sweep_keeps_its_rows_and_stops_in_time(tmp_path: Path, capsys: pytest
     first, took, last = capsys.readouterr().out.splitlines()
     assert (first, last) == ("a layer", "stopped after -1 s")
     assert took.endswith(" s")
+
+
+def test_without_a_gpu_sweeps_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="there is no usable one"):
+        gpu()

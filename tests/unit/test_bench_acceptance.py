@@ -209,7 +209,7 @@ def test_turns_change_who_goes_first_and_every_prompt_is_asked_each_round():
         (["bench", "acceptance", "--drafter", "ngram:3", "--temperature", "-1"], "temperature is -1.0"),
         (["bench", "acceptance", "--drafter", "ngram:3", "--num-prompts", "0"], "--num-prompts is 0"),
         (["bench", "acceptance", "--drafter", "ngram:3", "--max-tokens", "125"], "exceed max_model_len 128"),
-        (["bench", "acceptance", "--drafter", "ngrm:3"], "unknown model 'ngrm'"),
+        (["bench", "acceptance", "--drafter", "ngrm:3"], "unknown drafter 'ngrm'; did you mean 'ngram'?"),
         (["compare", "--drafters", "none,ngram"], "'ngram' comes without a number of drafts; .* 'ngram:4'"),
         (["compare", "--drafters", "none,none"], "each once"),
         (["compare", "--drafters", "ngram:3", "--max-tokens", "0"], "max_tokens is 0"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from draftloop.bench.check_drafter import method_of
 from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.llm import LLM
-from draftloop.errors import ConfigError
+from draftloop.errors import ConfigError, nearest
+from draftloop.models.presets import PRESETS
+from draftloop.models.resolve import ALIASES, shipped
 
 NONE = "none"
 """The drafter's name for plain decoding."""
@@ -46,7 +49,19 @@ def drafter_settings(text: str, *, method: str | None = None) -> dict[str, Any]:
     name, settings = (head, {"num_speculative_tokens": int(count)}) if colon and count.isdecimal() else (text, {})
     drafter = DRAFTERS.get(name)
     if drafter is None:
+        _check_checkpoint(name)
         return {"method": method or method_of(name), "model": name, **settings}
     if "model" in drafter.options:
         raise ConfigError(f"drafter {text!r} names a method that needs a checkpoint; name its folder or hub id instead")
     return {"method": name, **settings}
+
+
+def _check_checkpoint(name: str) -> None:
+    """A name that is no path, hub id, or model known by its name, may be a misspelt method."""
+    known = [*shipped(), *ALIASES, *PRESETS]
+    if "/" not in name and name not in known and not Path(name).exists():
+        methods = [method for method, drafter in DRAFTERS.items() if "model" not in drafter.options]
+        raise ConfigError(
+            f"unknown drafter {name!r}{nearest(name, [*known, *methods])} It is a folder, a hub id, a drafter that is "
+            f"shipped ({', '.join(shipped())}), or a method that needs no checkpoint, such as ngram"
+        )

@@ -103,7 +103,7 @@ def take_turns(
     parts = [slice(start, start + batch) for start in range(0, len(prompts), batch)]
     for contender in contenders:  # first uses record graphs and fault in weights
         contender.llm.generate(prompts[parts[0]], [replace(p, max_tokens=16) for p in params[parts[0]]])
-    with tqdm(total=repeats * len(parts) * len(contenders), desc="Taking turns", unit="batch") as bar:
+    with tqdm(total=repeats * len(parts) * len(contenders), desc="Taking turns", unit="batch", disable=None) as bar:
         for turn in range(repeats):
             seconds, tokens = dict.fromkeys(range(len(contenders)), 0.0), dict.fromkeys(range(len(contenders)), 0)
             for index, part in enumerate(parts):

@@ -20,6 +20,7 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch, Attention
 from draftloop.attention.registry import attention_backend
 from draftloop.attention.triton import TritonBackend
 from draftloop.bench.sampling_kernels import sampling_rows
+from draftloop.bench.sweep_report import gpu
 from draftloop.kernels import paged_attention
 from draftloop.kernels.argmax import argmax, argmax_torch
 from draftloop.kernels.linear import (
@@ -338,7 +339,7 @@ def main() -> None:
     parser.add_argument(
         "--sweep", nargs="+", help="instead, the fastest tiles of these layers, such as 1b.qkv, at one token"
     )
-    args, device = parser.parse_args(), torch.device("cuda")
+    args, device = parser.parse_args(), gpu()
     for name, columns, size, residual in LINEAR_CASES if args.sweep else ():
         if name in args.sweep:
             results = sweep_linear(device, columns, size, 1, may_split=residual, limit=24)

@@ -61,7 +61,7 @@ def run_latency(
         common = {**engine_facts(llm), "prompt": prompt_tokens}
         rows = [{**common, **row} for row in (*_startup_rows(llm, startup_s), *ceiling_rows(ceiling))]
         path = write_numbers(out, rows)
-        for batch in tqdm(batch_sizes, desc="Batch sizes"):
+        for batch in tqdm(batch_sizes, desc="Batch sizes", disable=None):
             steady = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "repeats": repeats}
             greedy = measure_steady(llm, batch, ceiling, **steady)
             if sampling_mix is SamplingMix.GREEDY:

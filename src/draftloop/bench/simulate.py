@@ -62,7 +62,7 @@ def run_simulate(
             raise ConfigError(f"--acceptance-length is {length:g}; it must be in {limit}")
     found = []
     combinations = list(product(routing, acceptance_length or (costs.acceptance_length,), replicas, requests_per_s))
-    for route, length, number, rate in tqdm(combinations, desc="Simulating"):
+    for route, length, number, rate in tqdm(combinations, desc="Simulating", disable=None):
         jobs = make_jobs(
             num_requests * number,
             requests_per_s=rate * number,

@@ -191,7 +191,7 @@ Save = Callable[[float, float, Sequence[tuple[int, float]], str], None]
 def _run(traffic: Traffic, seconds: float, ending: Ending, save: Save) -> None:
     begin = last_tokens = last_sample = last_save = time.perf_counter()
     longest, samples = 0.0, []
-    with tqdm(total=round(seconds), desc="Soaking", unit="s") as bar:
+    with tqdm(total=round(seconds), desc="Soaking", unit="s", disable=None) as bar:
         while (now := time.perf_counter()) - begin < seconds and ending.why is None:
             if now - last_sample > SAMPLE_S or not samples:
                 faulthandler.dump_traceback_later(STALL_S, exit=True)

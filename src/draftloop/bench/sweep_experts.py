@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, time_us
 from draftloop.bench.sweep_quantised import IN_FLIGHT, NUM_SMS, SHARED_BYTES
-from draftloop.bench.sweep_report import SweepReport
+from draftloop.bench.sweep_report import SweepReport, gpu
 from draftloop.kernels.linear import Tiles
 from draftloop.kernels.moe_experts import choose, down_triton, experts_torch, gate_up_triton
 from draftloop.kernels.moe_route import Router, Routes, route_triton
@@ -221,7 +221,7 @@ def main() -> None:
         for row in json.loads(args.entries.read_text())["rows"]:
             print(*entry(row), sep="\n")
         return
-    report, device = SweepReport(args.out, args.seconds), torch.device("cuda")
+    report, device = SweepReport(args.out, args.seconds), gpu()
     weights = {mixture: weights_of(mixture, device) for mixture in MIXTURES}
     some_routes = {mixture: routed(mixture, 1, device) for mixture in MIXTURES}
     for tall in (False, True):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, COLD_BYTES, DTYPE, OPERATIONS_PER_SECOND, time_us
-from draftloop.bench.sweep_report import SweepReport
+from draftloop.bench.sweep_report import SweepReport, gpu
 from draftloop.bench.sweep_view import entries, table, usable, with_best
 from draftloop.kernels import linear_planes, linear_w8a8
 from draftloop.kernels.gated_linear import gated_linear
@@ -385,7 +385,7 @@ def main() -> None:
     if args.entries:
         print(*entries(json.loads(args.entries.read_text())["rows"], MEASURED), sep="\n")
         return
-    report, device = SweepReport(args.out, args.seconds), torch.device("cuda")
+    report, device = SweepReport(args.out, args.seconds), gpu()
     copies: tuple[Any, list[Copy]] = (None, [])
     with ThreadPoolExecutor(
         16

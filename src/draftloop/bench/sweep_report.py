@@ -8,7 +8,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftloop.bench.stamp import stamp
+
+
+def gpu() -> torch.device:
+    """Where kernels are timed. Ends the program where there is none, in one line."""
+    if not torch.cuda.is_available():
+        raise SystemExit("kernels are timed on an NVIDIA GPU; there is no usable one (draftloop collect-env says why)")
+    return torch.device("cuda")
 
 
 class SweepReport:

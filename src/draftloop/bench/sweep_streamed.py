@@ -25,7 +25,7 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBatch
 from draftloop.attention.registry import attention_backend
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, time_us
-from draftloop.bench.sweep_report import SweepReport
+from draftloop.bench.sweep_report import SweepReport, gpu
 from draftloop.kernels.streamed_layer import MAX_TOKENS, trying
 from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
 from draftloop.models.presets import PRESETS
@@ -141,7 +141,7 @@ def main() -> None:
         with trying(args.streamed):
             runpy.run_module("draftloop", run_name="__main__")
         return
-    report, device = SweepReport(args.out, args.seconds), torch.device("cuda")
+    report, device = SweepReport(args.out, args.seconds), gpu()
     for case in CASES:
         if report.is_late():
             break

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, cold_weights, time_us
-from draftloop.bench.sweep_report import SweepReport
+from draftloop.bench.sweep_report import SweepReport, gpu
 from draftloop.kernels import linear_wide
 from draftloop.kernels.argmax import argmax
 from draftloop.kernels.linear import MAX_TOKENS, linear, linear_torch, residual_linear
@@ -245,7 +245,7 @@ def main() -> None:
     if args.entries:
         print("\n".join(entries(json.loads(args.entries.read_text())["rows"])))
         return
-    report, device = SweepReport(args.out, args.seconds), torch.device("cuda")
+    report, device = SweepReport(args.out, args.seconds), gpu()
     cells = [(layer, tokens) for tokens in args.tokens for layer in LAYERS]
     cells = [cell for cell in cells if cell[0].name in args.layers]
     with ThreadPoolExecutor(16) as pool:

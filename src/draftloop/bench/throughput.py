@@ -65,7 +65,7 @@ def run_throughput(
         all_ids = _prompts(llm, prompts, most, prompt_tokens, params.max_tokens)
         ceiling = engine_ceiling(llm)
         rows = ceiling_rows(ceiling)
-        for rows_at_once in tqdm(concurrency, desc="Concurrency"):
+        for rows_at_once in tqdm(concurrency, desc="Concurrency", disable=None):
             ids = all_ids[: num_requests or WAVES * rows_at_once]
             serve(llm, ids[:rows_at_once], params, rows_at_once)  # warms up, compiles what start-up did not
             llm.reset_graph_counts()

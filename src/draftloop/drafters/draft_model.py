@@ -109,7 +109,7 @@ class DraftModelDrafter(Drafter):
             load_format=self.load_format,
             seed=target.seed,
             group=self.group,
-            show_progress=progress,
+            show_progress=None if progress else False,
         )
 
     def cache_specs(self) -> list[CacheSpec]:
