@@ -25,9 +25,8 @@ TIMEOUT_S = 300
 WATCHDOG_S = 60
 """Ranks that wait for each other for so long hang: all of them end, each with its stacks."""
 
-# A rank is a fork of a process that has done no more than to import this: torch alone takes seconds.
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch.distributed", "draftloop.engine.llm"])
+# Torch alone takes seconds to import: on a CPU, ranks are forks of a process that has done nothing else.
+multiprocessing.set_forkserver_preload(["torch.distributed", "draftloop.engine.llm"])
 
 
 def on_ranks(
@@ -38,9 +37,10 @@ def on_ranks(
     `expected`: of so many, where the others are to end before they return.
     """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [_FORKS.Pipe(duplex=False) for _ in range(size)]
+    context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
-        _FORKS.Process(target=_run, args=(function, rank, size, device, store.port, pipes[rank][1]), daemon=True)
+        context.Process(target=_run, args=(function, rank, size, device, store.port, pipes[rank][1]), daemon=True)
         for rank in range(size)
     ]
     for process in ranks:
