@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftloop.distributed.group import ALONE, Group, _symmetric
+from draftloop.distributed.group import ALONE, Group, _machine, _symmetric
 from draftloop.distributed.symmetric import SymmetricMemory
 from draftloop.graphs.program import in_place
 from draftloop.graphs.tape import TapeRecorder
@@ -72,19 +72,30 @@ def test_parts_that_do_not_fill_a_group_are_refused():
         ALONE.divide(2)
 
 
-class OneThatHasMetOthers(Group):
-    """Of two ranks the one that a new one joins: it has shared its memory once before."""
+class Beside(Group):
+    """Of two ranks one; the other has these numbers."""
+
+    def __init__(self, others: list[int]) -> None:
+        super().__init__()
+        self.others = others
 
     def max(self, values):
-        return [max(value, 0) for value in values]
+        return list(map(max, values, self.others)) if len(values) == len(self.others) else list(values)
 
 
-def test_ranks_that_cannot_meet_in_memory_do_not_wait_for_each_other(monkeypatch, caplog):
-    """Torch counts a process's meetings, and lets only those meet that have had as many."""
-    monkeypatch.setattr(SymmetricMemory, "num_made", 1)
+@pytest.mark.parametrize(
+    ("num_made", "machine", "why"),
+    [
+        (1, _machine(), "some ranks have met others before; make the next engine in a process of its own"),
+        (0, _machine() ^ 1, "ranks are on several machines"),
+    ],
+)
+def test_ranks_that_cannot_meet_in_memory_do_not_wait_for_each_other(num_made, machine, why, monkeypatch, caplog):
+    """Torch counts a process's meetings, and finds other processes by their numbers on this machine."""
     monkeypatch.setattr(SymmetricMemory, "__init__", None)
-    assert _symmetric(None, OneThatHasMetOthers(), torch.device("cpu")) is None
-    assert "goes through NCCL: some ranks have met others before; make the next engine in a process" in caplog.text
+    other = Beside([num_made, -num_made, machine, -machine])
+    assert _symmetric(None, other, torch.device("cpu")) is None
+    assert caplog.messages == [f"GPUs do not read each other's memory, all that they exchange goes through NCCL: {why}"]
 
 
 def _on_gpus(group: Group) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ from draftloop.distributed.launcher import Ranks
 from draftloop.distributed.replica import Replica
 from draftloop.engine import startup
 from draftloop.engine.llm import LLM
+from draftloop.engine.lockstep import Lockstep
 from draftloop.errors import ConfigError, RankError
 from draftloop.kernels.gated_linear import gated_linear
 from draftloop.kernels.linear import linear
@@ -33,7 +34,7 @@ from draftloop.models.layers import GatedMLP
 from draftloop.request import SamplingParams
 from draftloop.sampling.sampler import SamplingKind
 from experts import CONFIGS, tiny_experts
-from helpers import drafting_spec, greedy, oracle, prompts, tiny_model
+from helpers import drafting_spec, greedy, make_engine, oracle, prompts, run_through, tiny_model
 from ranks import WATCHDOG_S, on_ranks, watch
 
 NOTICED_S = 10
@@ -269,6 +270,25 @@ def test_captured_exchanges_of_two_gpus_agree() -> None:
                 for index, (_, prompt, params, _) in enumerate(case.requests[rank]):
                     expected = oracle(prompt, params.max_tokens or 0, model=model_of(method))
                     assert found.answers[str(index)] == expected
+
+
+def test_a_step_is_agreed_on_while_the_device_runs_the_one_before(monkeypatch) -> None:
+    """With two steps in flight, as on a GPU."""
+    llm = make_engine(speculative_config=drafting_spec(3), enforce_eager=True)
+    core = llm.engine.core
+    core.pipeline_depth, core.worker.overlaps, core.lockstep = 2, True, Lockstep(ALONE)
+    running, agree = [], core.lockstep.agree
+
+    def note(shape, *, is_idle: bool):
+        running.append(len(core._in_flight))
+        return agree(shape, is_idle=is_idle)
+
+    monkeypatch.setattr(core.lockstep, "agree", note)
+    core.add("0", [1, 2, 3], greedy(24))
+    assert run_through(llm) == {"0": oracle([1, 2, 3], 24)}
+    assert running[0] == 0
+    assert set(running[1:]) == {1}, "the device waits while hosts agree"
+    llm.close()
 
 
 def test_experts_that_cannot_be_shared_evenly_are_refused() -> None:

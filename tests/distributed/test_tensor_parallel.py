@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -334,15 +335,21 @@ llm.close()
 """
 
 
-def test_by_torchrun_rank_0_runs_the_script():
+def test_by_torchrun_on_two_nodes_rank_0_runs_the_script():
+    """Both nodes are this machine; they share nothing but an address."""
     torchrun = Path(sys.executable).with_name("torchrun")
     script = Path(tiny_model()).parent / "two_ranks.py"
     script.write_text(SCRIPT.format(model=tiny_model()))
-    command = [torchrun, "--standalone", "--nproc-per-node=2", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}"]
+    command = [torchrun, *options, "--local-addr=127.0.0.1", script]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    nodes = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    found = [node.communicate(timeout=PATIENCE_S) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], found
     expected = answers(engine().generate([[1, 2, 3]], greedy(8)))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str(expected[0])], "once, by rank 0"
+    assert "".join(out for out, _ in found).splitlines() == [str(expected[0])], "once, by rank 0"
 
 
 def test_a_killed_rank_is_noticed_with_the_cause():

@@ -151,14 +151,20 @@ def test_replicas_that_the_machine_has_no_room_for_are_refused(found, message):
         ReplicaOptions(ray=True, min_replicas=2, cpus_per_replica=2).check_room(found, gpus_per_replica=1)
 
 
-def test_a_configuration_file_of_rays_names_the_same_settings():
+def test_a_configuration_file_of_rays_names_the_same_settings_and_queues_decide_how_many_replicas():
     settings = yaml.safe_load(EXAMPLE.read_text())["applications"][0]["args"]
     code = f"""
+from types import SimpleNamespace
+from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 from draftloop.server.ray_serve import build
 deployment = build({settings | {"served_model_name": ["a", "b"]}!r})._bound_deployment
 config, options, _ = deployment.init_args
 print(config.max_num_seqs, options.served_model_name, deployment._deployment_config.max_ongoing_requests)
-print(deployment._deployment_config.autoscaling_config.max_replicas)
+scaling = deployment._deployment_config.autoscaling_config
+print(scaling.min_replicas, scaling.max_replicas)
+for running, requests in (2, 16), (2, 64), (4, 8):
+    now = SimpleNamespace(config=scaling, current_num_replicas=running, total_num_requests=requests)
+    print(replica_queue_length_autoscaling_policy(now)[0])
 print(deployment._deployment_config.request_router_config.request_router_class)
 try: build({{"modell": "x"}})
 except Exception as error: print(error)
@@ -166,10 +172,25 @@ except Exception as error: print(error)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
         "8 ('a', 'b') 16",
-        "8",
+        "2 8",
+        *["2.0", "8.0", "1.0"],
         "draftloop.server.ray_router:PrefixRouter",
         "unknown engine setting 'modell'; did you mean 'model'?",
     ]
+
+
+def test_a_cluster_that_does_not_start_on_a_busy_machine_is_one_line():
+    code = """
+import ray
+from draftloop.errors import CapacityError
+from draftloop.server.ray_serve import _connect
+def init(**options): raise Exception("The current node timed out")
+ray.init = init
+try: _connect(None)
+except CapacityError as error: print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "no Ray cluster could be started on this machine: The current node timed out\n"
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -211,9 +213,12 @@ def _symmetric(process_group: ProcessGroup, whole: Group, device: torch.device) 
 
     symmetric, why = None, "another rank cannot"
     whole.all_gather(whole.all_reduce(torch.zeros(8, device=device)))  # NCCL connects, and loads its kernels
-    most, least = whole.max([SymmetricMemory.num_made, -SymmetricMemory.num_made])
+    made, machine = SymmetricMemory.num_made, _machine()
+    latest, earliest, last, first = whole.max([made, -made, machine, -machine])
     try:
-        if most != -least:  # they would wait for each other
+        if last != -first:  # torch would look for the others' memory on this machine
+            raise RuntimeError("ranks are on several machines")
+        if latest != -earliest:  # they would wait for each other
             raise RuntimeError("some ranks have met others before; make the next engine in a process of its own")
         symmetric = SymmetricMemory(process_group, device)
         symmetric.warm_up()
@@ -223,6 +228,11 @@ def _symmetric(process_group: ProcessGroup, whole: Group, device: torch.device) 
         return symmetric
     logger.warning("GPUs do not read each other's memory, all that they exchange goes through NCCL: %s", why)
     return None
+
+
+def _machine() -> int:
+    """A number of this machine, by its name."""
+    return crc32(socket.gethostname().encode())
 
 
 def leave() -> None:

@@ -166,6 +166,10 @@ def _connect(address: str | None) -> None:
     except ConnectionError as error:
         hint = "where it wants a token, set RAY_AUTH_MODE=token"
         raise ConfigError(f"no Ray cluster can be reached at ray_address {address!r} ({hint}): {error}") from error
+    except Exception as error:  # ray raises just that where a node has not started within 30 s
+        if address is not None:
+            raise
+        raise CapacityError(f"no Ray cluster could be started on this machine: {error}") from error
     # ray has set a handler of its own, which ends this process on the spot
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
