@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -141,10 +142,19 @@ def test_the_last_decision_of_an_earlier_engine_is_none_of_the_next_one():
     places = [dataclasses.replace(watched, group=Rank(rank, words)) for rank in range(2)]
     loops = [make_device_loop(table, [SimpleNamespace(name="it")], watched, 8, group=one.group) for one in places]
     loops[0].ring.begin(8)
-    for place, loop in zip(places, loops, strict=True):
-        values, types = _arguments(7, num_rows, place, loop.ring)
+
+    def decide(rank: int) -> None:
+        values, types = _arguments(7, num_rows, places[rank], loops[rank].ring)
         kernel().next_iteration(*(kind(value) for kind, value in zip(types, values, strict=True)))
-        assert ctypes.c_uint.in_dll(kernel(), "goes_on").value == 1
+
+    other = threading.Thread(target=decide, args=(1,), daemon=True)
+    other.start()
+    other.join(0.1)
+    assert other.is_alive(), "it has not waited for rank 0"
+    decide(0)
+    other.join()
+    assert ctypes.c_uint.in_dll(kernel(), "goes_on").value == 1
+    assert [int(loop.ring.number) for loop in loops] == [1, 1]
 
 
 def test_it_compiles_and_the_result_is_kept(tmp_path):
