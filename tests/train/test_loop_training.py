@@ -23,6 +23,7 @@ from draftloop.cli.train import options_from, train_options
 from draftloop.errors import CapacityError, ConfigError
 from draftloop.train import export as export_module
 from draftloop.train import loop as loop_module
+from draftloop.train import run as run_module
 from draftloop.train.files import write_folder
 from draftloop.train.loop import Trainer
 from draftloop.train.method import METHODS, load_methods, method_class
@@ -32,6 +33,14 @@ from helpers import _folder
 
 STEPS = 12
 HEAD = Eagle3Options(ttt_steps=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_pictures():
+    """Each takes half a second; tests/train/test_eagle3.py looks at one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "plot", lambda *args, **options: None)
+        yield
 
 
 @functools.cache
