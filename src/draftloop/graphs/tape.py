@@ -8,7 +8,6 @@ dispatch and staleness therefore fail on a laptop the way they would on a GPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -236,13 +235,11 @@ def _indexes_by_mask(func: Any, args: Any) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> list[Any]:
     """What an op takes or returns, without the lists and tuples around it."""
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _leaves(one)
-    else:
-        yield value
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    return [leaf for one in value for leaf in (_leaves(one) if isinstance(one, (list, tuple)) else (one,))]
 
 
 def _look_up(value: Any, registers: list[Any]) -> Any:
