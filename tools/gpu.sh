@@ -35,6 +35,13 @@ limited() { # seconds, command: interrupted after them, ended 15 s later
   timeout --signal INT --kill-after 15 "$@"
 }
 
+gpu_tests() { # name of the output, seconds at most, then arguments of pytest
+  local name="$1" seconds="$2"
+  shift 2
+  limited "$seconds" "$python" -m pytest -m gpu -v --tb=short -rs --durations=10 -p no:cacheprovider "$@" 2>&1 |
+    tee "$out/$name.txt" || failed=1
+}
+
 latency() { # name, then the arguments of `draftloop bench latency`; `bench_with`: a module that runs it in its own way
   local name="$1" begin="$SECONDS"
   shift
@@ -86,9 +93,8 @@ quant() { # what the sweep finds fastest for few tokens, in the engine at once
   sweep quantised int4 --formats int4 --regimes few --seconds 60
   sweep quantised fp8 --formats fp8 --regimes few --seconds 40
   quant_rows
-  timeout 90 "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider -n "${WORKERS:-12}" \
-    tests/parity/test_quantized_linears.py tests/parity/test_kernels.py tests/parity/test_sweeps.py \
-    2>&1 | tee "$out/gpu-tests-quant.txt" || failed=1
+  gpu_tests gpu-tests-quant 90 -n "${WORKERS:-12}" \
+    tests/parity/test_quantized_linears.py tests/parity/test_kernels.py tests/parity/test_sweeps.py
 }
 
 quant_rows() {
@@ -109,8 +115,7 @@ sweep() { # module, name of the file, then its other arguments; at the end the e
 }
 
 stream() { # a pass that differs from the one before fails: MEASURED stays empty then
-  timeout 100 "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/parity/test_streamed_layer.py \
-    2>&1 | tee "$out/gpu-tests-stream.txt" || failed=1
+  gpu_tests gpu-tests-stream 100 tests/parity/test_streamed_layer.py
   timeout 60 "$python" -m draftloop.bench.sweep_streamed --out "$out/streamed.json" --seconds 40 || failed=1
 }
 
@@ -133,15 +138,8 @@ tp() {
   latency eagle3-8b-tp2-draft1 llama-3.1-8b $(rows 32 1,32) -sc "${eagle3%\}},\"draft_tensor_parallel_size\":1}" -tp 2
 }
 
-several_gpus_tests() { # name, seconds, then arguments of pytest
-  local name="$1" seconds="$2"
-  shift 2
-  limited "$seconds" "$python" -m pytest -m gpu -v --tb=short -rs --durations=10 -p no:cacheprovider "$@" 2>&1 |
-    tee "$out/$name.txt" || failed=1
-}
-
 tp_tests() {
-  several_gpus_tests gpu-tests-tp "${1:-240}" tests/distributed/test_tensor_parallel.py tests/distributed/test_group.py
+  gpu_tests gpu-tests-tp "${1:-240}" tests/distributed/test_tensor_parallel.py tests/distributed/test_group.py
 }
 
 engines() { # name, seconds, then the arguments of `draftloop bench engines`
@@ -165,7 +163,7 @@ dp_engines() { # engines that share experts, and one alone; or with `plain` two 
 
 dp() {
   dp_engines
-  several_gpus_tests gpu-tests-dp 120 tests/distributed/test_lockstep.py
+  gpu_tests gpu-tests-dp 120 tests/distributed/test_lockstep.py
   dp_engines plain
 }
 
@@ -234,8 +232,7 @@ moe() { # mixtures of experts: tiles, one model plain and with drafts, tests
   sweep experts experts --seconds 60
   latency none-qwen3-30b-a3b qwen3-30b-a3b $(rows 32 1,8,32)
   latency eagle3-qwen3-30b-a3b qwen3-30b-a3b $(rows 32 1,8,32) -sc "$drafts"
-  timeout 90 "$python" -m pytest -m gpu -v --tb=short -rs -p no:cacheprovider tests/parity/test_moe_kernels.py 2>&1 |
-    tee "$out/gpu-tests-moe.txt" || failed=1
+  gpu_tests gpu-tests-moe 90 tests/parity/test_moe_kernels.py
 }
 
 kernels() { # 128 rows, where small kernels count too; what stands between the linears; tiles of a 1B model

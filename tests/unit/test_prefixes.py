@@ -14,6 +14,15 @@ def cached(**settings) -> Scheduler:
     return make_scheduler(**{"prefix_caching": True, "max_num_batched_tokens": 128, **settings})
 
 
+def num_cached(scheduler: Scheduler, name: str, prompt_ids: list[int]) -> int:
+    """What a request with this prompt finds."""
+    request = make_request(name, len(prompt_ids))
+    request.prompt_ids = prompt_ids
+    add(scheduler, request)
+    step(scheduler)
+    return request.num_cached
+
+
 def test_a_loop_takes_a_part_of_the_pages_that_are_only_kept():
     """A cache that has been in use holds no empty page: loops must not be short for ever after."""
     scheduler = cached(num_pages=129, num_drafts=3, max_model_len=2048, max_num_batched_tokens=2048)
@@ -109,11 +118,7 @@ def test_a_page_is_found_behind_the_very_pages_that_it_was_computed_behind():
         ("mixed", [*first, *fourth, 1], 15),
         ("same", [*first, *second, 2], 31),
     ):
-        request = make_request(name, 33)
-        request.prompt_ids = prompt
-        add(scheduler, request)
-        step(scheduler)
-        assert request.num_cached == expected, name
+        assert num_cached(scheduler, name, prompt) == expected, name
 
 
 def test_answers_are_found_too_but_not_where_the_drafter_was_not_fed():
@@ -125,11 +130,7 @@ def test_answers_are_found_too_but_not_where_the_drafter_was_not_fed():
         scheduler.launched(scheduler.plan(), fed=fed)
         decode(scheduler, a, 60)
         scheduler.finish(a)
-        b = make_request("b", 40)
-        b.prompt_ids = a.token_ids
-        add(scheduler, b)
-        step(scheduler)
-        assert b.num_cached == expected
+        assert num_cached(scheduler, "b", a.token_ids) == expected
 
 
 def test_the_answer_of_a_request_that_was_preempted_is_found_though_its_drafter_was_not_fed_before():
@@ -144,11 +145,7 @@ def test_the_answer_of_a_request_that_was_preempted_is_found_though_its_drafter_
     step(scheduler)
     decode(scheduler, a, 40)
     scheduler.finish(a)
-    b = make_request("b", 40)
-    b.prompt_ids = a.token_ids
-    add(scheduler, b)
-    step(scheduler)
-    assert b.num_cached == (a.num_tokens - 1) // 16 * 16 - 1
+    assert num_cached(scheduler, "b", a.token_ids) == (a.num_tokens - 1) // 16 * 16 - 1
 
 
 def test_a_reset_while_requests_run_finds_nothing_from_before():

@@ -18,8 +18,6 @@ import functools
 import itertools
 import json
 import math
-import runpy
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +27,7 @@ import torch
 from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, COLD_BYTES, DTYPE, OPERATIONS_PER_SECOND, time_us
-from draftloop.bench.sweep_report import SweepReport, gpu
+from draftloop.bench.sweep_report import SweepReport, gpu, run_bench
 from draftloop.bench.sweep_view import entries, table, usable, with_best
 from draftloop.kernels import linear_planes, linear_w8a8
 from draftloop.kernels.gated_linear import gated_linear
@@ -375,8 +373,7 @@ def main() -> None:
         rows = [row for row in json.loads(args.best.read_text())["rows"] if row["regime"] == "few"]
         Int4Weight.measured = with_best(MEASURED["int4"], "int4", rows)
         Fp8Weight.measured = with_best(MEASURED["fp8"], "fp8", rows)
-        sys.argv = ["draftloop", "bench", *args.arguments]
-        runpy.run_module("draftloop", run_name="__main__")
+        run_bench(args.arguments)
         return
     if args.show:
         for row in json.loads(args.show.read_text())["rows"]:

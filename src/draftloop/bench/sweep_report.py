@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,12 @@ def gpu() -> torch.device:
     if not torch.cuda.is_available():
         raise SystemExit("kernels are timed on an NVIDIA GPU; there is no usable one (draftloop collect-env says why)")
     return torch.device("cuda")
+
+
+def run_bench(arguments: Sequence[str]) -> None:
+    """`draftloop bench`, in this process, with what a sweep has set."""
+    sys.argv = ["draftloop", "bench", *arguments]
+    runpy.run_module("draftloop", run_name="__main__")
 
 
 class SweepReport:

@@ -12,8 +12,6 @@ Shape suffixes: R rows, T tokens, Q tokens per row, N pages per row.
 from __future__ import annotations
 
 import argparse
-import runpy
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBatch
 from draftloop.attention.registry import attention_backend
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, time_us
-from draftloop.bench.sweep_report import SweepReport, gpu
+from draftloop.bench.sweep_report import SweepReport, gpu, run_bench
 from draftloop.kernels.streamed_layer import MAX_TOKENS, trying
 from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
 from draftloop.models.presets import PRESETS
@@ -137,9 +135,8 @@ def main() -> None:
     parser.add_argument("arguments", nargs="*", help="of `draftloop bench`")
     args = parser.parse_args()
     if args.streamed is not None:
-        sys.argv = ["draftloop", "bench", *args.arguments]
         with trying(args.streamed):
-            runpy.run_module("draftloop", run_name="__main__")
+            run_bench(args.arguments)
         return
     report, device = SweepReport(args.out, args.seconds), gpu()
     for case in CASES:

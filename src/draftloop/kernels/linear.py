@@ -22,7 +22,7 @@ from draftloop.kernels import linear_wide
 from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.linear_wide import Kind, linear_wide_triton
 from draftloop.kernels.native import ops as native
-from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
+from draftloop.kernels.triton_import import gpu_name, jit, next_power_of_2, pdl_options, tl
 
 if TYPE_CHECKING:
     from draftloop.kernels.quantised import QuantisedWeight
@@ -333,7 +333,7 @@ def qkv_linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) ->
     [T, N], or fp32 [X, T, N] to be added up over X: of few tokens, where splitting K was measured to be faster.
     """
     if x_TK.is_cuda and (is_wanted() or x_TK.shape[0] <= MAX_TOKENS):
-        measured = MEASURED if isinstance(weight_NK, Tensor) else weight_NK.measured_on(x_TK.device)
+        measured = MEASURED if isinstance(weight_NK, Tensor) else weight_NK.measured_on(gpu_name(x_TK.device))
         if (*weight_NK.shape, True) in measured:
             return residual_linear(x_TK, weight_NK, bias_N)
     return linear(x_TK, weight_NK, bias_N)

@@ -161,12 +161,12 @@ class QuantisedWeight(torch.nn.Module, ABC):
 
     def tiles(self, gpu: str, num_sms: int, *, may_split: bool) -> TilesByTokens:
         """As measured, or chosen."""
-        found = self.measured.get(gpu, {}).get((*self.shape, may_split))
+        found = self.measured_on(gpu).get((*self.shape, may_split))
         return found or choose(*self.shape, num_sms, may_split=may_split)
 
-    def measured_on(self, device: torch.device) -> Mapping[tuple[int, int, bool], TilesByTokens]:
-        """What was measured on such a GPU, of all layers."""
-        return self.measured.get(gpu_name(device), {})
+    def measured_on(self, gpu: str) -> Mapping[tuple[int, int, bool], TilesByTokens]:
+        """Of all layers."""
+        return self.measured.get(gpu, {})
 
 
 class Part(NamedTuple):

@@ -42,13 +42,7 @@ def gate_times_up(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
 
 @jit()
 def _gated_kernel(
-    gate_up_ptr,
-    out_ptr,
-    stride,
-    SIZE: tl.constexpr,
-    GELU: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    gate_up_ptr, out_ptr, stride, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """One token, one block of columns."""
     token = tl.program_id(0).to(tl.int64)

@@ -2,92 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from draftloop.models.config import ModelConfig
 from draftloop.models.experts_config import ExpertsConfig
 from draftloop.models.rope_config import RopeConfig
 
-
-def _llama3_rope(factor: float) -> RopeConfig:
-    return RopeConfig(kind="llama3", theta=500_000.0, factor=factor, original_max_position_embeddings=8192)
-
-
+_LLAMA_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(kind="llama3", theta=500_000.0, factor=8.0, original_max_position_embeddings=8192),
+    bos_token_id=128_000,
+    eos_token_ids=(128_001, 128_008, 128_009),
+)
+_QWEN3_8B = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    rope=RopeConfig(theta=1_000_000.0),
+    qk_norm=True,
+    bos_token_id=151_643,
+    eos_token_ids=(151_645, 151_643),
+)
 PRESETS: dict[str, ModelConfig] = {
-    "llama-3.1-8b": ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-        rope=_llama3_rope(8.0),
-        bos_token_id=128_000,
-        eos_token_ids=(128_001, 128_008, 128_009),
-    ),
-    "llama-3.1-70b": ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=128_256,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_layers=80,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-        rope=_llama3_rope(8.0),
-        bos_token_id=128_000,
-        eos_token_ids=(128_001, 128_008, 128_009),
-    ),
-    "llama-3.2-1b": ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=128_256,
+    "llama-3.1-8b": _LLAMA_8B,
+    "llama-3.1-70b": replace(_LLAMA_8B, hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64),
+    "llama-3.2-1b": replace(
+        _LLAMA_8B,
         hidden_size=2048,
         intermediate_size=8192,
         num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
         head_dim=64,
-        max_position_embeddings=131_072,
-        rms_norm_eps=1e-5,
-        rope=_llama3_rope(32.0),
+        rope=replace(_LLAMA_8B.rope, factor=32.0),
         tie_word_embeddings=True,
-        bos_token_id=128_000,
-        eos_token_ids=(128_001, 128_008, 128_009),
     ),
-    "qwen3-8b": ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        rope=RopeConfig(theta=1_000_000.0),
-        qk_norm=True,
-        bos_token_id=151_643,
-        eos_token_ids=(151_645, 151_643),
-    ),
-    "qwen3-30b-a3b": ModelConfig(
+    "qwen3-8b": _QWEN3_8B,
+    "qwen3-30b-a3b": replace(
+        _QWEN3_8B,
         architecture="Qwen3MoeForCausalLM",
-        vocab_size=151_936,
         hidden_size=2048,
         intermediate_size=6144,
         num_layers=48,
-        num_heads=32,
         num_kv_heads=4,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        rope=RopeConfig(theta=1_000_000.0),
-        qk_norm=True,
         experts=ExpertsConfig(num_experts=128, num_per_token=8, inner_size=768, normalise=True),
-        bos_token_id=151_643,
-        eos_token_ids=(151_645, 151_643),
     ),
     "smollm2-135m-shape": ModelConfig(
         architecture="LlamaForCausalLM",

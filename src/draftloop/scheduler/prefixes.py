@@ -17,9 +17,10 @@ def register_prefix(sequence: Sequence, num_tokens: int, pages: PageAllocator) -
     """Let others find the pages that its first `num_tokens` fill, unless the cache has been reset meanwhile."""
     if sequence.generation != pages.generation:
         return
-    for page in range(sequence.num_registered, num_tokens // pages.page_size):
-        key = _page_keys(sequence, num_tokens, pages)[page]
-        pages.register(sequence.pages[page], key)
+    new = range(sequence.num_registered, num_tokens // pages.page_size)
+    keys = _page_keys(sequence, num_tokens, pages) if new else []
+    for page in new:
+        pages.register(sequence.pages[page], keys[page])
         sequence.num_registered = page + 1
 
 
