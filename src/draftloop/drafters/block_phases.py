@@ -9,7 +9,7 @@ import torch
 
 from draftloop.attention.base import GraphSupport
 from draftloop.drafters.base import Rounds, count_name, sampled_name
-from draftloop.graphs.phase import ALL_MODES, Cost, GraphMode, Pad, Phase, PhaseFunction, Slot, Unit
+from draftloop.graphs.phase import ALL_MODES, Cost, GraphMode, Pad, Phase, PhaseFunction, Slot, Unit, rows_slot
 
 
 class Pass(NamedTuple):
@@ -42,7 +42,7 @@ def block_phases(
 
     Of the first two only a prompt may attend, and so be bound by what the attention backend can capture.
     """
-    rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=padding_row)
+    rows = rows_slot(padding_row)
     counts = Slot(unit=Unit.ROW, dtype=torch.int32)
     prompt_full = support.ragged or not prompt_attends
     phases = [

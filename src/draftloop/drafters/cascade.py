@@ -31,7 +31,7 @@ from draftloop.drafters.base import (
 from draftloop.drafters.host import host_drafts_slot
 from draftloop.drafters.write import write_all
 from draftloop.errors import ConfigError
-from draftloop.graphs.phase import Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import Launch, Phase, rows_slot
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.models.decoder import Decoder, LayerCaches
@@ -242,7 +242,7 @@ class CascadeDrafter(Drafter):
                 state.draft_probs_MKV.index_copy_(0, rows_R, drawn_RKV)
             return {}
 
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+        rows = rows_slot(state.padding_row)
         slots = {"rows": rows}
         if len(on_device) < len(states):
             slots["host_drafts"] = host_drafts_slot(self.num_drafts)

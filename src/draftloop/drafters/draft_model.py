@@ -25,7 +25,7 @@ from draftloop.drafters.files import read_shapes
 from draftloop.drafters.kinds import check_kind, plain_name
 from draftloop.drafters.write import write_next
 from draftloop.errors import ConfigError
-from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
 from draftloop.models.decoder import Decoder, LayerCaches, attention_shapes, cache_specs
@@ -133,7 +133,7 @@ class DraftModelDrafter(Drafter):
             name="draft.prompt",
             fn=prompt,
             slots={
-                "rows": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row),
+                "rows": rows_slot(state.padding_row),
                 "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
                 "kv_lens": Slot(unit=Unit.ROW, dtype=torch.int32),
             },
@@ -157,7 +157,7 @@ class DraftModelDrafter(Drafter):
 
         support = self.backend_class.graph_support(self.target.device.type)
         slots = {
-            "rows": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row),
+            "rows": rows_slot(state.padding_row),
             "num_emitted": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP),
         }
         return [
@@ -208,7 +208,7 @@ class DraftModelDrafter(Drafter):
 
         support = self.backend_class.graph_support(self.target.device.type)
         full = {GraphMode.FULL} if support.uniform else set()
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+        rows = rows_slot(state.padding_row)
         num_emitted = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)  # nothing of the padding row follows from it
         phases = [self.prompt_phase(state, kv), *self.feed_phases(state, kv)]
         for sampled in (False, True) if self.sampled else (False,):

@@ -28,7 +28,7 @@ from draftloop.drafters.gemma4_mtp_config import METHOD, ORDERING, check_target,
 from draftloop.drafters.gemma4_mtp_model import Gemma4Assistant
 from draftloop.drafters.write import write_next
 from draftloop.errors import ConfigError
-from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.rows import RowState
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches
 from draftloop.models.resolve import read_json
@@ -143,7 +143,7 @@ class Gemma4MtpDrafter(Drafter):
             return {}
 
         support = self.backend_class.graph_support(target.device.type)
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+        rows = rows_slot(state.padding_row)
         num_emitted = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)  # nothing of the padding row follows from it
         query_starts = Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST)
         aux = Slot(unit=Unit.TOKEN, dtype=target.dtype, shape=(width,))

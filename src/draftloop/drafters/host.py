@@ -11,7 +11,7 @@ from torch import Tensor
 from draftloop.drafters.base import Drafter, HostRow, Rounds
 from draftloop.drafters.write import write_all
 from draftloop.errors import ConfigError
-from draftloop.graphs.phase import Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import Launch, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 
 
@@ -47,7 +47,7 @@ class HostDrafter(Drafter):
                 name=self._phase,
                 fn=draft,
                 slots={
-                    "rows": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row),
+                    "rows": rows_slot(state.padding_row),
                     "host_drafts": host_drafts_slot(self.num_drafts),
                 },
             )

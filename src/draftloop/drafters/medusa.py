@@ -28,7 +28,7 @@ from draftloop.drafters.locate import locate
 from draftloop.drafters.medusa_config import MEDUSA_PRESETS, TOKEN_MAP, MedusaConfig, check_target, parse
 from draftloop.drafters.write import write_block
 from draftloop.errors import ConfigError
-from draftloop.graphs.phase import Cost, Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import Cost, Launch, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kernels.linear import linear
 from draftloop.kvcache.rows import RowState
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder
@@ -187,7 +187,7 @@ class MedusaDrafter(Drafter):
             last_R = index_R + (num_emitted.long() - 1).clamp(0, verified - 1)
             return draft(rows, aux_hidden.index_select(0, last_R), sampled=sampled)
 
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+        rows = rows_slot(state.padding_row)
         aux = Slot(unit=Unit.TOKEN, dtype=target.dtype, shape=(width,))
         num_emitted = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)  # nothing of the padding row follows from it
         query_starts = Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST)

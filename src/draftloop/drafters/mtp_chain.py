@@ -26,7 +26,7 @@ from draftloop.attention.batches import ragged_batch, tail_batch
 from draftloop.drafters.base import Rounds, count_name, sampled_name
 from draftloop.drafters.mtp_model import MtpModule
 from draftloop.drafters.write import write_next
-from draftloop.graphs.phase import Cost, GraphMode, Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import Cost, GraphMode, Launch, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.rows import RowState
 
 
@@ -183,7 +183,7 @@ class ModuleChain:
         whole = frozenset({GraphMode.NONE, *full})
         ragged = frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *([GraphMode.FULL] if support.ragged else [])})
         why = support.reason or "a round of all modules is captured whole or not at all"
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=self.state.padding_row)
+        rows = rows_slot(self.state.padding_row)
         aux = Slot(unit=Unit.TOKEN, dtype=self.kept_MHC.dtype, shape=(self.width,))
         emitted = Slot(unit=Unit.ROW, dtype=torch.int32)
         verified = {"rows": rows, "num_emitted": emitted, "aux_hidden": aux}

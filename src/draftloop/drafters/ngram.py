@@ -16,7 +16,7 @@ from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Drafter, Rounds, Target
 from draftloop.drafters.write import write_all
 from draftloop.errors import ConfigError
-from draftloop.graphs.phase import Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import Launch, Phase, rows_slot
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 
 
@@ -76,7 +76,7 @@ class NgramDrafter(Drafter):
             write_all(state, rows, found_RK)
             return {}
 
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+        rows = rows_slot(state.padding_row)
         return [Phase(name="ngram.draft", fn=draft, slots={"rows": rows})]
 
     def rounds(self, *, sampled: bool) -> Rounds:

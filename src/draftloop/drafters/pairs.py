@@ -28,7 +28,7 @@ from draftloop.drafters.base import Rounds, count_name, sampled_name
 from draftloop.drafters.head import HeadConfig, HeadDrafter
 from draftloop.drafters.pair_passes import PairHead, PairPasses
 from draftloop.drafters.tree import TreeDrafts
-from draftloop.graphs.phase import GraphMode, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import GraphMode, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.rows import RowState
 
 
@@ -80,7 +80,7 @@ class PairDrafter(HeadDrafter[ConfigT], Generic[ConfigT, HeadT]):
         passes = self._make_passes(state, caches)
         support = self.backend_class.graph_support(self.target.device.type)
         full_ragged = {GraphMode.FULL} if support.ragged else set()
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+        rows = rows_slot(state.padding_row)
         aux = Slot(unit=Unit.TOKEN, dtype=self.target.dtype, shape=(self.config.aux_width,))
         prompt = Phase(
             name="draft.prompt",

@@ -18,7 +18,7 @@ from draftloop.drafters.base import Rounds, Target, sampled_name
 from draftloop.drafters.draft_model import DraftModelDrafter
 from draftloop.drafters.masks import mask_token, masked_block, num_slots
 from draftloop.drafters.write import write_block
-from draftloop.graphs.phase import ALL_MODES, GraphMode, Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import ALL_MODES, GraphMode, Launch, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.rows import RowState
 from draftloop.models.resolve import read_json
 
@@ -77,7 +77,7 @@ class PardDrafter(DraftModelDrafter):
             return {}
 
         support = self.backend_class.graph_support(self.target.device.type)
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+        rows = rows_slot(state.padding_row)
         num_emitted = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)  # nothing of the padding row follows from it
         phases = [self.prompt_phase(state, kv), *self.feed_phases(state, kv)]
         for sampled in (False, True) if self.sampled else (False,):

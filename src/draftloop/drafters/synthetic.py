@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Drafter, Rounds, Target
 from draftloop.drafters.write import write_all
 from draftloop.errors import ConfigError
-from draftloop.graphs.phase import Launch, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import Launch, Phase, rows_slot
 from draftloop.kvcache.rows import RowState
 
 
@@ -37,7 +36,7 @@ class SyntheticDrafter(Drafter):
             write_all(state, rows, bonus_R1.expand(-1, self.num_drafts))
             return {}
 
-        rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+        rows = rows_slot(state.padding_row)
         return [Phase(name="synthetic.draft", fn=draft, slots={"rows": rows})]
 
     def rounds(self, *, sampled: bool) -> Rounds:

@@ -17,7 +17,7 @@ from draftloop.attention.tree import path_slot
 from draftloop.config.draft_tree import DraftTree
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Drafter, count_name
-from draftloop.graphs.phase import Launch, Output, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import Launch, Output, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kernels.compact_kv import compact_kv
 from draftloop.kvcache.rows import RowState
 from draftloop.models.output_head import Vocabulary
@@ -162,7 +162,7 @@ def accept_phases(
         rates_K=None if rates is None else torch.tensor(rates, device=device),
         width=1 + num_drafts,
     )
-    rows, part = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row), (vocabulary.width,)
+    rows, part = rows_slot(state.padding_row), (vocabulary.width,)
     outcome = {"num_emitted": _numbers(), "outcome": _numbers(outcome_width(num_drafts, several_drafters))}
     phases = []
     for k in sorted({num_drafts, *counts, 0}, reverse=True):
@@ -211,7 +211,7 @@ def compact_phases(state: RowState, tree: DraftTree, caches: Sequence[Tensor]) -
         return {}
 
     slots = {
-        "rows": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row),
+        "rows": rows_slot(state.padding_row),
         "num_emitted": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP),
         "path": path_slot(tree),
     }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from draftloop.drafters.base import Drafter, count_name
 from draftloop.engine.acceptance import accept_name, after_accept
 from draftloop.engine.target import verify_name
-from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit, chain
+from draftloop.graphs.phase import GraphMode, Launch, Phase, chain, rows_slot
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.sampling.sampler import SamplingKind
 
@@ -25,7 +24,7 @@ def no_drafts_phase(state: RowState) -> Phase:
         state.drafts_MK.index_fill_(0, rows.long(), NO_DRAFT)
         return {}
 
-    slot = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+    slot = rows_slot(state.padding_row)
     return Phase(name=NO_DRAFTS, fn=drop, slots={"rows": slot})
 
 

@@ -21,7 +21,7 @@ from draftloop.attention.tree import path_slot
 from draftloop.config.draft_tree import DraftTree
 from draftloop.drafters.base import count_name
 from draftloop.engine.flight import Emitted, InFlight, Report
-from draftloop.graphs.phase import Launch, Output, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import Launch, Output, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.rows import RowState
 from draftloop.models.output_head import Vocabulary
 from draftloop.request import Logprob, Logprobs
@@ -97,7 +97,7 @@ def logprob_phases(
         )
         return {"first_logprob_ids": ids_RP, "first_logprobs": values_RP}
 
-    rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+    rows = rows_slot(state.padding_row)
     phases = [
         Phase(
             name=logprobs_name(k, num_drafts),

@@ -18,7 +18,7 @@ from draftloop.attention.tree import TreePass, tree_batch
 from draftloop.config.draft_tree import DraftTree
 from draftloop.drafters.base import count_name
 from draftloop.engine.logprobs import prompt_outputs, prompt_report
-from draftloop.graphs.phase import GraphMode, Launch, Output, Pad, Phase, Slot, Unit
+from draftloop.graphs.phase import GraphMode, Launch, Output, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.rows import RowState
 from draftloop.models.decoder import Decoder, LayerCaches
 
@@ -97,7 +97,7 @@ def prompt_phases(target: PagedTarget, *, num_top_logprobs: int = 0) -> list[Pha
         name=prefill_name(),
         fn=prefill,
         slots={
-            "rows": Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row),
+            "rows": rows_slot(state.padding_row),
             "query_starts": Slot(unit=Unit.ROW_BOUND, dtype=torch.int32, pad=Pad.LAST),
             "kv_lens": Slot(unit=Unit.ROW, dtype=torch.int32),
         },
@@ -135,7 +135,7 @@ def verify_phases(target: PagedTarget, tree: DraftTree, *, counts: Sequence[int]
         hidden_TC, aux = target.forward(tokens.ids_T, batch, rows, 1 + k)
         return {"logits": model.logits(hidden_TC, out_TW=launch.outputs.get("logits")), **target.aux_hidden(aux)}
 
-    rows = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=state.padding_row)
+    rows = rows_slot(state.padding_row)
     return [
         Phase(
             name=verify_name(k, tree.num_drafts),

@@ -92,6 +92,11 @@ class Slot:
     fill: float | int = 0
 
 
+def rows_slot(padding_row: int) -> Slot:
+    """Which rows of the engine run: int32, one each. Padding runs the row that is nobody's."""
+    return Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.FILL, fill=padding_row)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Output:
     """One static output. A later phase with a slot of the same name reads it in place."""
