@@ -8,8 +8,8 @@
 #   again    the same command on recording b: what it reaches should be within 5 % of eagle3
 #   dflash, dspark, draft   the other drafters, from both recordings
 #   accept   acceptance at temperature 0 and 1 of the drafters that are named, or of all that are there
-#   lease    all of this but draft in MINUTES (15) of wall time, drafters measured as they come; two GPUs share the
-#            work, and one trains a single block drafter, BLOCK (dflash)
+#   lease    two recordings, two heads and a block drafter, BLOCK (dflash), in MINUTES (15) of wall time, measured as
+#            they come; of two GPUs one has the block drafter, which gains most from time
 #   all      all of this, as long as it takes
 #
 # Each part goes on where it was left, so a part that was cut off is simply run again. Results are in OUT_FOLDER/results
@@ -144,18 +144,19 @@ lane() { # GPU, then jobs one after the other; each drafter is measured beside w
 }
 
 lease() {
-  local shares=(0.17 0.28 0.33) # of the minutes: recording, a head, a block drafter; the rest is for starts
+  local shares=(0.17 0.30 0.62) # of the minutes: recording, a head, a block drafter; the rest is for starts
   if [ "$gpus" -lt 2 ]; then shares=(0.15 0.20 0.20); fi
   record "$(share "${shares[0]}")" || failed=1
   ls "$out"/recording-both/*.safetensors >/dev/null || return
   head_minutes=$(share "${shares[1]}") block_minutes=$(share "${shares[2]}")
+  local job="${BLOCK:-dflash}:${BLOCK:-dflash}" heads=(eagle3:eagle3 again:eagle3-again)
   if [ "$gpus" -gt 1 ]; then
-    lane 0 eagle3:eagle3 dflash:dflash &
+    lane 0 "$job" &
     local first=$!
-    lane 1 again:eagle3-again dspark:dspark || failed=1
+    lane 1 "${heads[@]}" || failed=1
     wait "$first" || failed=1
   else
-    lane 0 eagle3:eagle3 again:eagle3-again "${BLOCK:-dflash}:${BLOCK:-dflash}" || failed=1
+    lane 0 "${heads[@]}" "$job" || failed=1
   fi
 }
 
