@@ -153,7 +153,7 @@ lease() {
   if [ "$gpus" -gt 1 ]; then
     lane 0 "$job" &
     local first=$!
-    lane 1 "${heads[@]}" || failed=1
+    (lane 1 "${heads[@]}") || failed=1 # by itself, since it waits for all that it has begun
     wait "$first" || failed=1
   else
     lane 0 "${heads[@]}" "$job" || failed=1
