@@ -63,6 +63,7 @@ def make_table(
     largest_rows: int | None = None,
     largest_tokens: int | None = None,
     device: str = "cpu",
+    recorder: Recorder | None = None,
     capture: bool = True,
     **options: Any,
 ) -> GraphTable:
@@ -71,7 +72,7 @@ def make_table(
         phases,
         Ladders(rows=tuple(rows), tokens=tuple(tokens), prefill_rows=prefill_rows),
         ModeSetting(setting),
-        make_recorder(device),
+        recorder or make_recorder(device),
         torch.device(device),
         largest_rows=largest_rows or max(rows),
         largest_tokens=largest_tokens or max(tokens),

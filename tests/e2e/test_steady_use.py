@@ -58,7 +58,7 @@ def test_graphs_and_memory_stay_as_they_are_over_many_requests(device):
     def standing() -> tuple[int, int]:
         gc.collect()
         reserved = torch.cuda.memory_reserved() if device == "cuda" else 0
-        return sum(entry.program is not None for entry in table._entries.values()), reserved
+        return sum(entry.program is not None for _, entry in table._captured.items()), reserved
 
     # prompts that are found again run in other batches than those that are not
     for asked, params in (requests(40), requests(60), requests(100, longest=6), requests(100, longest=6)):

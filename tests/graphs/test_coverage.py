@@ -211,9 +211,7 @@ def test_the_same_function_is_captured_and_run_eager():
 
 
 def test_a_size_recorded_on_first_use_is_a_replay_from_the_first_run_on():
-    table = make_table([simple_phase()], capture=False)
-    table.recorder = TapeRecorder(on_first_use=True)
-    table.capture()
+    table = make_table([simple_phase()], recorder=TapeRecorder(on_first_use=True))
     assert {(row.captured, row.ms) for row in table.report().rows} == {(True, None)}
     for value in (1.0, 3.0):
         assert table.run("double", 1, {"x": torch.full((1,), value)})["y"].tolist() == [2 * value]

@@ -161,7 +161,7 @@ def test_a_ring_smaller_than_the_loop_is_gone_through_again_and_again(device):
 
 def test_an_interrupt_ends_this_launch_within_two_iterations_and_no_later_one():
     counting = Counting("cpu", num_slots=1000)
-    slow = counting.table._entries[counting.table.key_for("count", 1)].loop
+    slow = counting.table._captured[counting.table.key_for("count", 1)].loop
     replay, may_run = slow.program.replay, threading.Semaphore(1)
     slow.program.replay = lambda: (may_run.acquire(), replay())
     counting.take(loop := counting.launch(1, 900), 1)  # the next one waits
@@ -188,7 +188,7 @@ def test_an_interrupt_ends_a_launch_on_the_device():
 
 def test_an_error_in_the_loop_reaches_whoever_waits_for_it():
     counting = Counting("cpu")
-    loop = counting.table._entries[counting.table.key_for("count", 1)].loop
+    loop = counting.table._captured[counting.table.key_for("count", 1)].loop
     replay, left = loop.program.replay, [3]
 
     def fails_at_last() -> None:

@@ -27,8 +27,7 @@ class SmallRecorder(TapeRecorder):
 
 
 def small_table(phases: list[Phase], **options):
-    table = make_table(phases, capture=False, **options)
-    recorder = table.recorder = SmallRecorder()
+    table = make_table(phases, capture=False, recorder=(recorder := SmallRecorder()), **options)
     table.capture(progress=lambda key, total: setattr(recorder, "rows", key.rows))
     return table
 

@@ -13,15 +13,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from multiprocessing.connection import Connection, wait
 from subprocess import Popen, TimeoutExpired
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from draftloop.errors import RankError
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
+Doer = TypeVar("Doer", bound="Told")
+Method = Callable[Concatenate[Doer, P], Result]
+
 Order = tuple[str, Sequence[Any], Mapping[str, Any]]
-"""A method of `Worker`, and what it is called with."""
+"""A method, as `Class.name`, and what it is called with."""
 
 GRACE_S = 5.0
 """After a rank has ended: how long this process may take to notice, before it is ended too."""
@@ -133,6 +139,36 @@ class Followers:
         except TimeoutExpired:
             return "it does not answer any more"
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}; see its own output"
+
+
+class Told(Protocol):
+    """Something of which every rank has one."""
+
+    followers: Followers | None
+    """None where there are none, and in followers."""
+
+
+def on_every_rank(*, at_once: bool = False) -> Callable[[Method[Doer, P, Result]], Method[Doer, P, Result]]:
+    """Mark what followers do too: they get the arguments, plain data, with what is sent next or `at_once`."""
+
+    def mark(method: Method[Doer, P, Result]) -> Method[Doer, P, Result]:
+        @wraps(method)
+        def told(self: Doer, *args: P.args, **options: P.kwargs) -> Result:
+            if self.followers is not None:
+                self.followers.tell(method.__qualname__, args, options, at_once=at_once)
+            return method(self, *args, **options)
+
+        return told
+
+    return mark
+
+
+def obey(orders: Iterable[Order], *doers: Told) -> None:
+    """As a follower: do what rank 0 does, with one's own of each class."""
+    own = {type(doer).__name__: doer for doer in doers}
+    for order, args, options in orders:
+        owner, _, name = order.rpartition(".")
+        getattr(own[owner], name)(*args, **options)
 
 
 def _hang_up(connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""Runs step plans on the device: stages what the host knows, runs phases, reads back what was emitted.
+"""Runs step plans on the device: has rows written, runs phases, reads back what was emitted.
 
 Where several ranks hold one model, rank 0 plans and reads, and all do what is marked `on_every_rank`.
 """
@@ -7,50 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import replace
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from draftloop.config.draft_tree import DraftTree
-from draftloop.distributed.followers import Followers, Order
+from draftloop.distributed.followers import Followers, Order, obey, on_every_rank
 from draftloop.drafters.base import Drafter, HostRow, Rounds
 from draftloop.engine.acceptance import accept_name, after_accept
 from draftloop.engine.device_loop import DeviceLoop
 from draftloop.engine.flight import Failure, InFlight, LoopInFlight, StepInFlight, no_failure
 from draftloop.engine.iteration import first_round, iteration_name, next_round
 from draftloop.engine.logprobs import logprobs_name
+from draftloop.engine.row_writer import RowWriter
 from draftloop.engine.target import prefill_name, verify_name
 from draftloop.graphs.loop import Loop
 from draftloop.graphs.table import GraphTable
 from draftloop.kvcache.pool import CachePool
-from draftloop.kvcache.rows import MAX_STOP_IDS, NO_DRAFT, NO_STOP, NULL_PAGE, RowState
+from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.sampling.logits_processors import LogitsProcessor
 from draftloop.sampling.sampler import SamplingKind
 from draftloop.scheduler.batch import Chunk, Sequence, StepPlan
 from draftloop.scheduler.step_shape import StepShape
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
 Value = TypeVar("Value")
-Method = Callable[Concatenate["Worker", P], Result]
-
-
-def on_every_rank(*, at_once: bool = False) -> Callable[[Method[P, Result]], Method[P, Result]]:
-    """Mark what followers do too: they get the arguments, plain data, with what is sent next or `at_once`."""
-
-    def mark(method: Method[P, Result]) -> Method[P, Result]:
-        @wraps(method)
-        def told(self: Worker, *args: P.args, **options: P.kwargs) -> Result:
-            if self.followers is not None:
-                self.followers.tell(method.__name__, args, options, at_once=at_once)
-            return method(self, *args, **options)
-
-        return told
-
-    return mark
 
 
 class Worker:
@@ -72,7 +54,7 @@ class Worker:
         self.followers = followers
         self._failure: Failure = followers.failure if followers is not None else no_failure
         self.table, self.state, self.drafter, self.loop = table, state, drafter, loop
-        self.processors, self.pool = processors, pool
+        self.processors = processors
         self._drafter_has_caches = drafter is not None and bool(drafter.cache_specs())
         self.overlaps = overlaps
         self.device = state.num_tokens_M.device
@@ -81,65 +63,7 @@ class Worker:
         self.observes = drafter is not None and drafter.observes
         self._follows_load = drafter is not None and len(drafter.counts) > 1
         self._on_host = drafter is not None and drafter.needs_host(drafter.spec)
-        self._rows_written: list[int] = []
-        self._constrained_rows: set[int] = set()
-
-    def admit(self, sequence: Sequence) -> None:
-        """Give a row its request."""
-        self._admit(_plain(sequence) if self.followers is not None else sequence)
-        sequence.num_mapped, sequence.num_stale = len(sequence.pages), 0
-        if sequence.grammar is not None:
-            self._write_masks([sequence], [[]])
-
-    @on_every_rank()
-    def _admit(self, sequence: Sequence) -> None:
-        """Tokens, pages, limits and parameters of a request go to its row."""
-        state, row, params = self.state, sequence.row, sequence.params
-        tokens = torch.tensor(sequence.token_ids, dtype=torch.int32)
-        pages = torch.full((state.page_table_MN.shape[1],), NULL_PAGE, dtype=torch.int32)
-        pages[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
-        state.tokens_ML[row, : tokens.shape[0]].copy_(self._stage(tokens), non_blocking=True)
-        state.page_table_MN[row].copy_(self._stage(pages), non_blocking=True)
-        if sequence.copied_page is not None:
-            self.pool.copy_page(sequence.copied_page, sequence.pages[sequence.num_prefilled // self.pool.page_size])
-        state.stop_ids_MS[row].copy_(self._stage(_stop_ids(sequence)), non_blocking=True)
-        state.drafts_MK[row].fill_(NO_DRAFT)
-        for column, value in (
-            (state.num_tokens_M, sequence.num_tokens),
-            (state.max_tokens_M, sequence.max_total),
-            (state.num_drafted_M, 0),
-            (state.draft_limit_M, sequence.max_drafts),
-            (state.temperature_M, params.temperature),
-            (state.top_k_M, params.top_k),
-            (state.top_p_M, params.top_p),
-            (state.min_p_M, params.min_p),
-            (state.seed_M, sequence.seed),
-        ):
-            column[row].fill_(value)
-        if state.adapter_M is not None:
-            state.adapter_M[row].fill_(sequence.adapter.slot if sequence.adapter else 0)
-        if self.drafter is not None:
-            self.drafter.admit(row, params.speculative)
-        self._admit_constraints(sequence)
-
-    def _admit_constraints(self, sequence: Sequence) -> None:
-        rules, row, params = self.state.constraints, sequence.row, sequence.params
-        assert rules is not None
-        for processor in self.processors:
-            processor.admit(row, params)
-        if params.constrained:
-            self._constrained_rows.add(row)
-            rules.write(
-                row,
-                params,
-                num_prompt=sequence.num_prompt,
-                bad_words=sequence.bad_words,
-                ending_ids=sequence.ending_ids,
-                stage=self._stage,
-            )
-        elif row in self._constrained_rows:
-            self._constrained_rows.remove(row)
-            rules.clear(row)
+        self.rows = RowWriter(table.buffers, state, drafter, pool, processors=processors, followers=followers)
 
     def shape(self, plan: StepPlan) -> StepShape:
         """What the plan needs to run. A drafter that works on the host is asked for its drafts now.
@@ -176,9 +100,9 @@ class Worker:
         `shape` covers what the plan needs, and may be larger: a rank runs what others need with padding rows.
         """
         self.order_after_loop()
-        self._map_pages(plan.decodes)
+        self.rows.map_pages(plan.decodes)
         if num_steps > 1:
-            self._write_rows([sequence.row for sequence in plan.decodes])
+            self.rows.select([sequence.row for sequence in plan.decodes])
             for sequence in plan.decodes:
                 sequence.has_drafts = True  # for all that the host will know when the loop ends
             loop = self._repeat(self._iteration(plan), len(plan.decodes), num_steps)
@@ -210,29 +134,6 @@ class Worker:
     def _kind(self, sequences: Iterable[Sequence]) -> SamplingKind:
         return SamplingKind.of(sequence.params for sequence in sequences)
 
-    def _map_pages(self, sequences: Many[Sequence]) -> None:
-        """Tell the device of pages that rows got, and of those that they lost, since the last step."""
-        table_MN = self.state.page_table_MN
-        places: list[int] = []
-        pages: list[int] = []
-        for sequence in sequences:
-            first = sequence.num_mapped
-            if first == len(sequence.pages) and sequence.num_stale <= first:
-                continue
-            new = sequence.pages[first:]
-            new += [NULL_PAGE] * (sequence.num_stale - first - len(new))
-            start = sequence.row * table_MN.shape[1] + first
-            places += range(start, start + len(new))
-            pages += new
-            sequence.num_mapped, sequence.num_stale = len(sequence.pages), 0
-        if places:
-            self._put_pages(places, pages)
-
-    @on_every_rank()
-    def _put_pages(self, places: list[int], pages: list[int]) -> None:
-        both_2X = self._stage(torch.tensor([places, pages])).to(self.device, non_blocking=True)
-        self.state.page_table_MN.view(-1).index_copy_(0, both_2X[0], both_2X[1].int())
-
     @on_every_rank()
     def order_after_loop(self) -> None:
         """As `Recorder.order_after_loop`."""
@@ -256,8 +157,7 @@ class Worker:
     def obey(self, orders: Iterable[Order]) -> None:
         """As a follower: do what rank 0 does."""
         with torch.inference_mode():
-            for name, args, options in orders:
-                getattr(self, name)(*args, **options)
+            obey(orders, self, self.rows)
 
     def explain(self) -> None:
         """After an error: raises RankError if it has come of another rank's end."""
@@ -272,15 +172,15 @@ class Worker:
     def _run_prompts(self, chunks: Many[Chunk], shape: StepShape, flight: StepInFlight) -> None:
         for chunk in chunks:
             if not chunk.sequence.num_mapped:
-                self.admit(chunk.sequence)
+                self.rows.admit(chunk.sequence)
         rows = [chunk.sequence.row for chunk in chunks]
         bounds = [0]
         for chunk in chunks:
             bounds.append(bounds[-1] + chunk.count)
         num_rows, num_tokens = len(rows), bounds[-1]
-        self._write_rows(rows)
-        self._write("query_starts", bounds)
-        self._write("kv_lens", [chunk.end for chunk in chunks])
+        self.rows.select(rows)
+        self.rows.write("query_starts", bounds)
+        self.rows.write("kv_lens", [chunk.end for chunk in chunks])
         run = self.run
         run_ragged = partial(run, tokens=num_tokens, tokens_across_ranks=shape.prompt_tokens)
         outputs = run_ragged(prefill_name(report=shape.prompt_reports), num_rows)
@@ -294,7 +194,7 @@ class Worker:
         kind = self._kind(ending)
         if emitting:
             padding = self.state.padding_row
-            self._write("ending_rows", [c.sequence.row if c.emits else padding for c in chunks])
+            self.rows.write("ending_rows", [c.sequence.row if c.emits else padding for c in chunks])
             outputs = run(accept_name("accept.prompt", kind), num_rows)
             flight.copy("first_token", outputs["first_token"])
             if any(sequence.params.logprobs is not None for sequence in emitting):
@@ -305,7 +205,7 @@ class Worker:
             run_ragged(phase, num_rows)
         if shape.first_rows and self.drafter is not None:
             drafting = [sequence.row for sequence in ending if sequence.speculation]
-            self._write_rows(drafting)
+            self.rows.select(drafting)
             for phase in first_round(self.drafter, kind, self._scheduled(flight.plan)):
                 run(phase, len(drafting), rows_across_ranks=shape.first_rows)
 
@@ -313,7 +213,7 @@ class Worker:
         num_rows, num_drafts = len(sequences), shape.num_drafts
         kind = self._kind(sequences)
         run = partial(self.run, rows_across_ranks=shape.decode_rows)
-        self._write_rows([sequence.row for sequence in sequences])
+        self.rows.select([sequence.row for sequence in sequences])
         as_planned = self._is_as_planned(flight.plan, shape)
         whole = iteration_name(kind, num_drafts, self.num_drafts)
         as_one = as_planned and not shape.is_stepwise
@@ -331,7 +231,7 @@ class Worker:
         if self.observes:
             flight.copy("hidden", outputs["aux_hidden"].unflatten(0, (num_rows, 1 + num_drafts)))
         if read_drafts is not None:
-            self._write_masks(following, read_drafts())  # while the target verifies
+            self.rows.write_masks(following, read_drafts())  # while the target verifies
         accepted = run(accept_name("accept", kind, num_drafts, self.num_drafts), num_rows)
         flight.copy("outcome", accepted["outcome"])
         for phase in after_accept(self.tree) if num_drafts else ():
@@ -360,14 +260,14 @@ class Worker:
         assert self.drafter is not None
         drafts = self.drafter.draft_on_host([self._host_row(s, most) for s in sequences]) if most else []
         drafts = [*drafts, *[()] * (len(sequences) - len(drafts))]
-        self._write("host_drafts", [[*ids, *[NO_DRAFT] * (self.num_drafts - len(ids))] for ids in drafts])
+        self.rows.write("host_drafts", [[*ids, *[NO_DRAFT] * (self.num_drafts - len(ids))] for ids in drafts])
         return any(drafts)
 
     def _start_reading_drafts(self, sequences: Many[Sequence], num_drafts: int) -> Callable[[], list[list[int]]]:
         """Copy these rows' drafts to the host; what is returned waits for them."""
         if not num_drafts:
             return lambda: [[] for _ in sequences]
-        rows = self._stage(torch.tensor([sequence.row for sequence in sequences]))
+        rows = self.rows.stage(torch.tensor([sequence.row for sequence in sequences]))
         drafts_RK = self.state.drafts_MK.index_select(0, rows.to(self.device, non_blocking=True))[:, :num_drafts]
         if self.device.type != "cuda":
             return drafts_RK.tolist
@@ -382,28 +282,6 @@ class Worker:
 
         return read
 
-    def _write_masks(self, sequences: Many[Sequence], drafts: Many[list[int]]) -> None:
-        """What their grammars allow at each position; all that was emitted so far must be known."""
-        assert self.state.constraints is not None
-        grammar_MQW = self.state.constraints.grammar_MQW
-        masks_RQW = torch.empty(len(sequences), 1 + len(drafts[0]), grammar_MQW.shape[2], dtype=torch.int32)
-        for sequence, row_drafts, masks_QW in zip(sequences, drafts, masks_RQW, strict=True):
-            assert sequence.grammar is not None
-            whole = len(row_drafts) == self.num_drafts
-            for path in self.tree.leaf_paths if whole else [tuple(range(1 + len(row_drafts)))]:
-                masks_JW = masks_QW[list(path)]
-                sequence.grammar.fill_masks([row_drafts[place - 1] for place in path[1:]], masks_JW)
-                masks_QW[list(path)] = masks_JW
-        self._put_masks([sequence.row for sequence in sequences], masks_RQW)
-
-    @on_every_rank()
-    def _put_masks(self, rows: list[int], masks_RQW: Tensor) -> None:
-        assert self.state.constraints is not None
-        grammar_MQW = self.state.constraints.grammar_MQW
-        rows_R = self._stage(torch.tensor(rows)).to(self.device, non_blocking=True)
-        masks_RQW = self._stage(masks_RQW).to(self.device, non_blocking=True)
-        grammar_MQW[:, : masks_RQW.shape[1]].index_copy_(0, rows_R, masks_RQW)
-
     def _rounds(self, kind: SamplingKind) -> Rounds:
         return self.drafter.rounds(sampled=kind is not SamplingKind.GREEDY) if self.drafter else Rounds()
 
@@ -417,28 +295,3 @@ class Worker:
             num_prompt=sequence.num_prompt,
             max_drafts=max(min(sequence.max_drafts, most, room), 0),
         )
-
-    def _write_rows(self, rows: list[int]) -> None:
-        """Row numbers stay where they are while the same rows run on: a steady step copies nothing."""
-        if rows != self._rows_written:
-            self._write("rows", rows)
-            self._rows_written = rows
-
-    @on_every_rank()
-    def _write(self, name: str, values: Many[int] | Many[Many[int]]) -> None:
-        shape = self.table.buffers[name].shape[1:]
-        self.table.buffers.write(name, self._stage(torch.tensor(values, dtype=torch.int32).view(len(values), *shape)))
-
-    def _stage(self, value: Tensor) -> Tensor:
-        return value.pin_memory() if self.device.type == "cuda" else value
-
-
-def _plain(sequence: Sequence) -> Sequence:
-    """What other processes need to know of it."""
-    return replace(sequence, grammar=None, page_keys=[], logprobs=[], prompt_logprobs=[], sources=[], text_ends=[])
-
-
-def _stop_ids(sequence: Sequence) -> Tensor:
-    """int32 [S]: ids that end the request, as many as the device keeps. The host looks for all of them anyway."""
-    ids = sequence.ending_ids[:MAX_STOP_IDS]
-    return torch.tensor([*ids, *[NO_STOP] * (MAX_STOP_IDS - len(ids))], dtype=torch.int32)

@@ -11,18 +11,16 @@ from torch import Tensor
 
 from draftloop.config.env import Environment
 from draftloop.distributed.group import ALONE, Exchange, Group
-from draftloop.errors import CapacityError, GraphError
+from draftloop.errors import GraphError
 from draftloop.graphs.buffers import Buffers
+from draftloop.graphs.captured import Captured
 from draftloop.graphs.entries import Entry, Loops, PhaseState
 from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Phase, settle_mode
-from draftloop.graphs.program import Attend, Body, Program, Recorder, in_place
+from draftloop.graphs.program import Attend, Body, Recorder, in_place
 from draftloop.graphs.report import CoverageRow, GraphReport, captured_row, loop_row
 from draftloop.graphs.ring import Ring
 from draftloop.graphs.sizes import Ladders
-from draftloop.observability.log import get_logger
-
-logger = get_logger(__name__)
 
 TIMED_RUNS = 3
 
@@ -62,10 +60,7 @@ class GraphTable:
         self.poison = Environment.read().poison if poison is None else poison
         self._poison_more = poison_more
         self._states: dict[str, PhaseState] = {}
-        self._entries: dict[Key, Entry] = {}
-        self._loops: Loops | None = None
-        self._unfit: set[Key] = set()
-        """Graphs for which memory did not suffice."""
+        self._captured = Captured(recorder, group, require_graphs=require_graphs)
         for phase in phases:
             if phase.name in self._states:
                 raise ValueError(f"two phases are called {phase.name!r}")
@@ -88,7 +83,7 @@ class GraphTable:
         if state.mode is GraphMode.NONE:
             return None
         key = self.ladders.key(state.phase, state.mode, rows, tokens)
-        return None if key in self._unfit else key
+        return None if key in self._captured.unfit else key
 
     def covers(self, name: str, rows: int) -> bool:
         """True if the phase exists and has a graph for this many rows."""
@@ -125,7 +120,7 @@ class GraphTable:
             lines = "; ".join(f"{name}: {why}" for name, why in gaps.items())
             raise GraphError(f"--require-graphs: not every phase is covered. {lines}")
         keys = self.keys()
-        self._entries = {key: Entry() for key in keys}
+        self._captured.expect(keys)
         if self.recorder.on_first_use:
             return
         with self.recorder.recording():
@@ -138,13 +133,7 @@ class GraphTable:
                 if progress:
                     progress(key, len(keys))
                 self._pad_all(key)
-                before = self.recorder.owned_bytes()
-                program = self._record_if_it_fits(key)
-                if program is None:
-                    continue
-                entry = self._keep(key, program)
-                entry.mib = (self.recorder.owned_bytes() - before) / 2**20
-                entry.ms = self.recorder.time_ms(program)
+                self._captured.record_if_it_fits(key, self._body(key))
 
     @torch.inference_mode()
     def run_largest(self) -> None:
@@ -153,76 +142,16 @@ class GraphTable:
         for name, state in self._states.items():
             phase, (rows, tokens) = state.phase, self._largest(state.phase)
             key = self.key_for(name, rows, tokens if phase.ragged else None)
-            program = key and self._entries[key].program
+            program = key and self._captured[key].program
             self.buffers.pad(phase, (0, 0), (rows, tokens), poison=False)
             if key is None and GraphMode.NONE in phase.modes:
                 self._call(name, rows, tokens, in_place)
             elif program and state.mode is GraphMode.PIECEWISE:
                 program.replay()
 
-    def _record_if_it_fits(self, key: Key) -> Program | None:
-        program, why = None, ""
-        try:
-            program = self._record(key)
-        except CapacityError as error:
-            why = str(error)
-        if why := self._agreed(why):
-            self._leave_out(key, CapacityError(why))
-            return None
-        return program
-
-    def _record(self, key: Key) -> Program:
-        piecewise, repeats = key.mode is GraphMode.PIECEWISE, self._is_to_repeat(key)
-        try:
-            with self.group.counting() as exchanged:
-                program = self.recorder.record(self._body(key), piecewise=piecewise, repeats=repeats)
-            self._entries[key].exchanged = exchanged
-            return program
-        except GraphError as error:
-            raise GraphError(f"phase {key.phase!r} at {key.rows} rows, {key.tokens} tokens: {error}") from error
-
-    def _leave_out(self, key: Key, error: CapacityError) -> None:
-        message = (
-            f"no memory for the graph of {key.phase} at {key.rows} rows, {key.tokens} tokens ({error}); lower "
-            "--gpu-memory-utilization, --max-num-seqs or --cudagraph-capture-sizes"
-        )
-        if self.require_graphs:
-            raise GraphError(f"--require-graphs: {message}") from error
-        logger.warning("%s. Smaller ones are tried; such batches run without it", message)
-        self._unfit.add(key)
-        del self._entries[key]
-
-    def _keep(self, key: Key, program: Program) -> Entry:
-        entry = self._entries[key]
-        entry.program = program
-        if self._loops is None or not self._is_to_repeat(key):
-            return entry
-        begin, why = time.perf_counter(), ""
-        try:
-            entry.loop = self.recorder.loop(program, key.rows, self._loops.watched, self._loops.ring)
-            entry.loop_ms = (time.perf_counter() - begin) * 1e3
-        except GraphError as error:
-            why = str(error)
-        if why := self._agreed(why):
-            logger.warning("no device loops: %s at %d rows cannot repeat: %s", key.phase, key.rows, why)
-            self._loops = None
-            for other in self._entries.values():
-                other.loop = None
-        return entry
-
-    def _agreed(self, why_not: str) -> str:
-        """Why not all ranks can do something; empty if they can."""
-        return why_not if self.group.min([not why_not])[0] else why_not or "another rank cannot"
-
-    def _is_to_repeat(self, key: Key) -> bool:
-        return self._loops is not None and key.phase in self._loops.phases
-
     def repeat(self, phases: Collection[str], watched: Watched, ring: Ring) -> str:
         """Make a loop of every graph of these phases when it is captured. Returns why there will be none, if so."""
-        why = self._agreed(self.recorder.why_no_loops())
-        if not why:
-            self._loops = Loops(phases=frozenset(phases), watched=watched, ring=ring)
-        return why
+        return self._captured.repeat(Loops(phases=frozenset(phases), watched=watched, ring=ring))
 
     def _body(self, key: Key) -> Body:
         def body(attend: Attend) -> None:
@@ -256,7 +185,7 @@ class GraphTable:
     def _why_eager(self, state: PhaseState, rows: int, tokens: int | None) -> str:
         if state.mode is GraphMode.NONE:
             return state.reason
-        if any(key.phase == state.phase.name for key in self._unfit):
+        if any(key.phase == state.phase.name for key in self._captured.unfit):
             return "memory did not suffice for a graph of this size"
         return self.ladders.why_none(state.phase, rows, tokens)
 
@@ -302,7 +231,7 @@ class GraphTable:
         else:
             entry = self._stage(key, rows, live_tokens)
             if entry.program is None:
-                self._keep(key, self._record(key))  # recording runs it
+                self._captured.record(key, self._body(key))  # which runs it
             else:
                 entry.program.replay()
             entry.replays += 1
@@ -312,12 +241,12 @@ class GraphTable:
     def exchanged(self, name: str, rows: int) -> Mapping[Exchange, int]:
         """What the graph of this size exchanges with other ranks; empty where there is none."""
         key = self.key_for(name, rows)
-        return {} if key is None else self._entries[key].exchanged
+        return {} if key is None else self._captured[key].exchanged
 
     def repeats(self, name: str, rows: int) -> bool:
         """True if there is a loop of this phase for this many rows."""
         key = self.key_for(name, rows) if name in self._states else None
-        return key is not None and self._entries[key].loop is not None
+        return key is not None and self._captured[key].loop is not None
 
     def launch_loop(self, name: str, rows: int) -> Loop:
         """Run a phase for `rows` live rows again and again, until something stops it; see `Ring.begin`.
@@ -344,8 +273,7 @@ class GraphTable:
             self.buffers.pad(phase, (0, 0), (rows, tokens), poison=False)
             return min(self._time_eager(name, rows, tokens) for _ in range(TIMED_RUNS))
         self._pad_all(key)
-        program = self._entries[key].program or self._keep(key, self._record(key)).program
-        assert program is not None
+        program = self._captured[key].program or self._captured.record(key, self._body(key))
         return min(self.recorder.time_ms(program) for _ in range(TIMED_RUNS))
 
     @torch.inference_mode()
@@ -366,7 +294,7 @@ class GraphTable:
 
     def _stage(self, key: Key, rows: int, tokens: int) -> Entry:
         """The graph of this size, with its padding in place."""
-        entry = self._entries.get(key)
+        entry = self._captured.get(key)
         if entry is None:
             raise GraphError(
                 f"{key.phase} at {key.rows} rows, {key.tokens} tokens is dispatched, but was never captured"
@@ -418,8 +346,8 @@ class GraphTable:
         """Phase x size: mode, milliseconds, memory, use, and the reason where there is no graph."""
         rows = []
         gaps, entries = self.uncovered(), defaultdict[str, list[tuple[Key, Entry]]](list)
-        for key in sorted(self._entries):
-            entries[key.phase].append((key, self._entries[key]))
+        for key, entry in self._captured.items():
+            entries[key.phase].append((key, entry))
         for name, state in self._states.items():
             asked, ragged = self._asked(state).value, state.phase.tokens_per_row is None
             rows += [
@@ -436,14 +364,11 @@ class GraphTable:
                         replays=0, eager_runs=sum(state.eager_runs.values()),
                     )
                 )  # fmt: skip
-        loops = tuple(loop_row(key, entry) for key, entry in sorted(self._entries.items()) if self._is_to_repeat(key))
+        loops = tuple(loop_row(key, entry) for key, entry in self._captured.items() if self._captured.is_to_repeat(key))
         return GraphReport(setting=self.setting.value, rows=tuple(rows), loops=loops)
 
     def reset_counts(self) -> None:
         """Start counting replays and eager runs anew."""
-        for entry in self._entries.values():
-            entry.replays = 0
-            if entry.loop is not None:
-                entry.loop.launches = entry.loop.iterations = 0
+        self._captured.reset_counts()
         for state in self._states.values():
             state.eager_runs.clear()
