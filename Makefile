@@ -48,10 +48,8 @@ layers: install-dev ## check that imports point one way
 page: web/node_modules/.installed ## check, test and build the server's page, which is committed (needs npm)
 	@cd web && npm run --silent check && npm run --silent test && npm run --silent build
 
-docs: $(VENV)/bin/python ## build the documents as a site: build/site
-	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	@$(BIN)/python -m pip install --quiet --group docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+docs: $(VENV)/.installed-docs ## build the documents as a site: build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 pictures: install-dev browser ## draw docs/pictures anew, from a run and from docs/numbers
 	@$(BIN)/python tools/pictures.py
@@ -89,6 +87,11 @@ $(VENV)/.installed: pyproject.toml tools/install_torch.sh | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet --group dev
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet --group docs
 	@touch $@
 
 web/node_modules/.installed: web/package-lock.json
