@@ -371,7 +371,7 @@ def test_the_start_says_what_memory_is_used_for(caplog):
         llm = make_engine(speculative_config=drafting_spec(), kv_cache_memory_bytes=1 << 26, max_model_len=192)
     memory = llm.engine.memory
     assert list(memory.parts) == ["weights", "drafter", "rows", "pages", "buffers", "graphs and workspace"]
-    assert memory.parts["pages"] <= llm.engine.pool.nbytes * 1.2
+    assert memory.parts["pages"] < llm.engine.pool.nbytes / 2, "pages take memory when they are used"
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memory: ")]
     assert "pages" in line
     assert "together" in line

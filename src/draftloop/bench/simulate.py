@@ -62,7 +62,9 @@ def run_simulate(
             raise ConfigError(f"--acceptance-length is {length:g}; it must be in {limit}")
     found = []
     combinations = list(product(routing, acceptance_length or (costs.acceptance_length,), replicas, requests_per_s))
-    for route, length, number, rate in tqdm(combinations, desc="Simulating", disable=None):
+    total = num_requests * sum(number for _, _, number, _ in combinations)
+    bar = tqdm(total=total, desc="Simulating", unit=" requests", unit_scale=True, disable=None)
+    for route, length, number, rate in combinations:
         jobs = make_jobs(
             num_requests * number,
             requests_per_s=rate * number,
@@ -80,6 +82,8 @@ def run_simulate(
             {**facts, **asked, **shape, **row}
             for row in served_rows(served, [one.busy_s for one in simulation.replicas])
         ]
+        bar.update(len(jobs))
+    bar.close()
     path = write_numbers(out, found)
     _print(found)
     _draw(found, path.with_suffix(".png"))
@@ -119,12 +123,15 @@ def _by_run(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
 def _print(rows: Sequence[dict[str, Any]]) -> None:
     first = rows[0]
     title = f"{first['model']}, {first['method']}, K={first['k']}, {first['prompt']} + {first['output']} tokens"
-    table = Table("routing", "accepted", "replicas", "requests/s", "tokens/s", "busy", title=title)
+    by_routing = len({row["routing"] for row in rows}) > 1
+    if not by_routing:
+        title += f", routing {first['routing']}"
+    table = Table(*["routing"] * by_routing, "accepted", "replicas", "requests/s", "tokens/s", "busy", title=title)
     for metric in LATENCIES:
         table.add_column(f"{metric}: p50, p99")
     for speed, *latencies in _by_run(rows):
         table.add_row(
-            speed["routing"],
+            *[speed["routing"]] * by_routing,
             f"{speed['acceptance_length']:.2f}",
             str(speed["replicas"]),
             f"{speed['requests_per_s']:g}",

@@ -364,7 +364,8 @@ def _log(config: EngineConfig, engine: Engine, clock: _Clock) -> None:
         logger.info("%s = %s: %s", choice.name, choice.value, choice.reason)
     pool = engine.pool
     tokens = (pool.num_pages - 1) * pool.page_size
-    logger.info("cache: %d pages, %d tokens, %.0f MiB", pool.num_pages - 1, tokens, pool.nbytes / 2**20)
+    when = " as they are used" if engine.memory.device.type == "cpu" else ""
+    logger.info("cache: %d pages, %d tokens, %.0f MiB%s", pool.num_pages - 1, tokens, pool.nbytes / 2**20, when)
     logger.info("memory: %s", engine.memory.format())
     engine.memory.check()
     logger.info("drafter: %s", engine.drafter.describe() if engine.drafter else "none")

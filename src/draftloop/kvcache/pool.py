@@ -7,9 +7,11 @@ Shape suffixes: L layers, P pages, S tokens per page, G key/value heads, D head 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 from torch import Tensor
@@ -34,7 +36,15 @@ class CacheSpec:
     def allocate(self, num_pages: int, page_size: int, device: torch.device) -> Tensor:
         """[L, 2, P, S, G, D]: keys at index 0 of the second dimension, values at 1."""
         shape = (self.num_layers, 2, num_pages, page_size, self.num_kv_heads, self.head_dim)
+        if device.type == "cpu":
+            return _zeros_when_touched(shape, self.dtype)
         return torch.zeros(shape, dtype=self.dtype, device=device)
+
+
+def _zeros_when_touched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros of the host that take memory when they are written: filling gigabytes can take a start half a minute."""
+    memory = mmap(-1, math.prod(shape) * dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 class CachePool:
