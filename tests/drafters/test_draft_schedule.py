@@ -90,9 +90,10 @@ def test_text_does_not_depend_on_the_schedule_on_a_gpu(name, device_loop):
     config = {"method": name, "num_speculative_tokens": 3, "model": wide_drafter(name)}
     if name == "ngram":
         config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    shared = {"device": "cuda", "dtype": "float32", "cudagraph_capture_sizes": (2, 8)}
+    shared = {"device": "cuda", "dtype": "float32"}
     plain = make_engine(model, **shared, cudagraph_mode="NONE", max_num_seqs=1, max_prefill_rows=1)
-    llm = make_engine(model, **shared, speculative_config=by_rows(config), device_loop=device_loop, require_graphs=True)
+    drafting = {"speculative_config": by_rows(config), "cudagraph_capture_sizes": (2, 8), "device_loop": device_loop}
+    llm = make_engine(model, **shared, **drafting, require_graphs=True)
     asked, params = prompts(4), [greedy(n) for n in LENGTHS]
     llm.engine.table.poison = True
     assert answers(llm.generate(asked, params)) == answers(plain.generate(asked, params))
@@ -130,9 +131,10 @@ def test_acceptance_is_whole_again_after_steps_without_drafts_on_a_gpu():
 def test_costs_are_measured_and_adaptive_text_is_that_of_plain_decoding_on_a_gpu():
     model = tiny_model("wide", hidden=256)
     spec = {"method": "draft_model", "model": wide_drafter("draft_model"), "num_speculative_tokens": 3}
-    shared = {"device": "cuda", "dtype": "float32", "cudagraph_capture_sizes": (2, 8)}
+    shared = {"device": "cuda", "dtype": "float32"}
     plain = make_engine(model, **shared, cudagraph_mode="NONE", max_num_seqs=1, max_prefill_rows=1)
-    llm = make_engine(model, **shared, speculative_config={**spec, "adaptive": True})
+    adaptive = {**spec, "adaptive": True}
+    llm = make_engine(model, **shared, speculative_config=adaptive, cudagraph_capture_sizes=(2, 8))
     drafting = llm.engine.core.scheduler.drafting
     assert isinstance(drafting, AdaptiveDrafts)
     assert set(drafting.costs.ms) == {(rows, count) for rows in (2, 8) for count in range(4)}
