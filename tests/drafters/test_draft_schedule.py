@@ -98,7 +98,9 @@ def test_text_does_not_depend_on_the_schedule_on_a_gpu(name, device_loop):
     llm.engine.table.poison = True
     assert answers(llm.generate(asked, params)) == answers(plain.generate(asked, params))
     assert min(llm.get_metrics()["steps_by_num_drafts"].values()) > 0
-    assert not any(llm.get_graph_report().eager_runs.values())
+    report = llm.get_graph_report()
+    not_captured = {row.phase for row in report.rows if row.asked == "NONE"}
+    assert {phase for phase, runs in report.eager_runs.items() if runs} <= not_captured
     assert_all_free(llm)
     llm.close()
     plain.close()
@@ -137,8 +139,9 @@ def test_costs_are_measured_and_adaptive_text_is_that_of_plain_decoding_on_a_gpu
     llm = make_engine(model, **shared, speculative_config=adaptive, cudagraph_capture_sizes=(2, 8))
     drafting = llm.engine.core.scheduler.drafting
     assert isinstance(drafting, AdaptiveDrafts)
-    assert set(drafting.costs.ms) == {(rows, count) for rows in (2, 8) for count in range(4)}
-    assert all(0 < ms < 100 for ms in drafting.costs.ms.values())
+    costs = drafting.times.costs
+    assert set(costs.ms) == {(rows, count) for rows in (2, 8) for count in range(4)}
+    assert all(0 < ms < 100 for ms in costs.ms.values())
     asked = prompts(12)
     assert answers(llm.generate(asked, greedy(60))) == answers(plain.generate(asked, greedy(60)))
     llm.close()
