@@ -25,20 +25,10 @@ from draftloop.errors import ConfigError, RankError
 from draftloop.models.loader import load_config, load_model, resolve_model
 from draftloop.models.shards import why_not_divided
 from draftloop.request import SamplingParams
+from example_drafters import example_configs, works_on_host
 from experts import tiny_experts
 from gemma4 import gemma4_target
-from helpers import (
-    VOCAB,
-    answers,
-    drafting_spec,
-    engine,
-    example_configs,
-    greedy,
-    make_engine,
-    prompts,
-    tiny_model,
-    works_on_host,
-)
+from helpers import VOCAB, answers, drafting_spec, engine, greedy, make_engine, prompts, tiny_model
 from quantized import FORMATS, quantised_copy
 from ranks import moves, watchdog
 

@@ -1,6 +1,6 @@
 """What every drafter must keep: the text of the plain engine, in every mode, at every batch size and limit.
 
-A new drafter adds a line to `example_configs` in tests/helpers.py and is tested by all of this.
+A new drafter adds a line to `example_configs` in tests/example_drafters.py and is tested by all of this.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import pytest
 from draftloop.drafters.base import DRAFTERS, Drafter, load_drafters
 from draftloop.engine.llm import LLM
 from draftloop.request import SamplingParams
+from example_drafters import example_configs, works_on_host
 from helpers import (
     MODES,
     answers,
     assert_all_free,
     ending_at,
     engine,
-    example_configs,
     example_target,
     greedy,
     make_engine,
@@ -26,7 +26,6 @@ from helpers import (
     prompts,
     run_through,
     tiny_model,
-    works_on_host,
 )
 from parallel import tiny_pard
 
@@ -51,7 +50,7 @@ def each(cases: list) -> pytest.MarkDecorator:
 
 def config(name: str, index: int) -> dict:
     found = example_configs().get(name)
-    assert found, f"drafter {name!r} has no example configuration; add one to example_configs() in tests/helpers.py"
+    assert found, f"drafter {name!r} has no example configuration; add one to example_configs()"
     return found[index]
 
 

@@ -10,6 +10,7 @@ from eagle_reference import Reference, hf_model, hf_states
 
 from draftloop.errors import ConfigError, RequestError
 from draftloop.request import SamplingParams
+from example_drafters import repeat_suffix
 from heads import head_config, head_weights, tiny_head, wide_head
 from helpers import (
     VOCAB,
@@ -21,7 +22,6 @@ from helpers import (
     near_draft,
     oracle,
     prompts,
-    repeat_suffix,
     run_through,
     tiny_model,
 )

@@ -11,19 +11,9 @@ from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import DRAFTERS, drafter_class, load_drafters
 from draftloop.errors import ConfigError
 from draftloop.scheduler.drafting import AdaptiveDrafts
+from example_drafters import example_configs
 from heads import wide_head
-from helpers import (
-    answers,
-    assert_all_free,
-    engine,
-    example_configs,
-    example_target,
-    greedy,
-    make_engine,
-    oracle,
-    prompts,
-    tiny_model,
-)
+from helpers import answers, assert_all_free, engine, example_target, greedy, make_engine, oracle, prompts, tiny_model
 from medusa_heads import medusa_config, tiny_medusa
 from parallel import wide_peagle
 

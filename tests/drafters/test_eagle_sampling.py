@@ -11,7 +11,8 @@ from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.drafters.write import write_next
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.request import SamplingParams
-from helpers import VOCAB, answers, engine, example_configs, prompts, tiny_model
+from example_drafters import example_configs
+from helpers import VOCAB, answers, engine, prompts, tiny_model
 
 IDS = torch.tensor([1, 4, 5, 9])
 

@@ -16,7 +16,8 @@ from draftloop.graphs.phase import GraphMode, Key, Launch, ModeSetting, Pad, Pha
 from draftloop.graphs.sizes import Ladders
 from draftloop.graphs.table import GraphTable
 from draftloop.graphs.tape import TapeRecorder
-from helpers import answers, example_configs, greedy, make_engine, near_draft, oracle, prompts
+from example_drafters import example_configs
+from helpers import answers, greedy, make_engine, near_draft, oracle, prompts
 
 load_drafters()
 SPEC = {"model": near_draft(), "num_speculative_tokens": 3}

@@ -8,18 +8,8 @@ import pytest
 
 from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.request import SamplingParams
-from helpers import (
-    answers,
-    assert_all_free,
-    engine,
-    example_configs,
-    example_target,
-    greedy,
-    make_engine,
-    oracle,
-    prompts,
-    tiny_model,
-)
+from example_drafters import example_configs
+from helpers import answers, assert_all_free, engine, example_target, greedy, make_engine, oracle, prompts, tiny_model
 
 load_drafters()
 SELF_DRAFT = {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 3}

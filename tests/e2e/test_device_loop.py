@@ -17,12 +17,12 @@ from draftloop.graphs.ring import Ring, Stop, Word
 from draftloop.graphs.tape import Tape, TapeRecorder
 from draftloop.kvcache.rows import MAX_STOP_IDS
 from draftloop.request import SamplingParams
+from example_drafters import example_configs, works_on_host
 from heads import wide_head
 from helpers import (
     answers,
     assert_all_free,
     engine,
-    example_configs,
     greedy,
     make_engine,
     near_draft,
@@ -30,7 +30,6 @@ from helpers import (
     prompts,
     run_through,
     tiny_model,
-    works_on_host,
 )
 
 load_drafters()

@@ -6,19 +6,8 @@ import pytest
 import torch
 
 from draftloop.request import SamplingParams
-from helpers import (
-    MODES,
-    VOCAB,
-    answers,
-    assert_all_free,
-    engine,
-    example_configs,
-    greedy,
-    make_engine,
-    oracle,
-    prompts,
-    tiny_model,
-)
+from example_drafters import example_configs
+from helpers import MODES, VOCAB, answers, assert_all_free, engine, greedy, make_engine, oracle, prompts, tiny_model
 
 SELF_DRAFT = {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 4}
 NGRAM = example_configs()["ngram"][0]

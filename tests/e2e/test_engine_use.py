@@ -13,13 +13,13 @@ import torch
 from draftloop.engine import memory, startup
 from draftloop.errors import CapacityError, ConfigError, GraphError, RequestError
 from draftloop.request import SamplingParams
+from example_drafters import example_configs
 from helpers import (
     VOCAB,
     answers,
     assert_all_free,
     drafting_spec,
     engine,
-    example_configs,
     greedy,
     make_engine,
     oracle,

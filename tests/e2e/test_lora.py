@@ -15,6 +15,7 @@ from adapters import merged, random_adapter, random_pairs, write_adapter
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError, RequestError
 from draftloop.request import LoRARequest
+from example_drafters import example_configs
 from gemma4 import gemma4_target
 from helpers import (
     MODES,
@@ -22,7 +23,6 @@ from helpers import (
     assert_all_free,
     drafting_spec,
     engine,
-    example_configs,
     greedy,
     make_engine,
     oracle,

@@ -11,8 +11,9 @@ from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine import startup
 from draftloop.engine.memory import SPARE_BYTES, MemoryLedger
 from draftloop.errors import CapacityError
+from example_drafters import example_configs
 from heads import wide_head
-from helpers import answers, engine, example_configs, greedy, make_engine, oracle, prompts, tiny_model
+from helpers import answers, engine, greedy, make_engine, oracle, prompts, tiny_model
 from virtual_memory import GuardedMemory
 
 load_drafters()

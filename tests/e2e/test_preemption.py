@@ -10,13 +10,13 @@ from draftloop.drafters.extract_hidden_states import read_hidden_states
 from draftloop.engine.llm import LLM
 from draftloop.errors import RequestError
 from draftloop.request import SamplingParams
+from example_drafters import example_configs, works_on_host
 from helpers import (
     answers,
     assert_all_free,
     check_books,
     drafting_spec,
     engine,
-    example_configs,
     example_target,
     greedy,
     make_engine,
@@ -24,7 +24,6 @@ from helpers import (
     prompts,
     run_through,
     shrink,
-    works_on_host,
 )
 
 load_drafters()

@@ -13,19 +13,18 @@ from draftloop.drafters.synthetic import SyntheticDrafter
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError, RequestError
 from draftloop.request import RequestOutput, SamplingParams
+from example_drafters import example_configs, works_on_host
 from helpers import (
     answers,
     assert_all_free,
     check_books,
     engine,
-    example_configs,
     greedy,
     make_engine,
     oracle,
     prompts,
     run_through,
     tiny_model,
-    works_on_host,
 )
 
 load_drafters()

@@ -13,12 +13,12 @@ from test_parameters import PROMPTS, SCRIPT, judge, judged_engine, plain_text, r
 from draftloop.drafters.base import DRAFTERS as DRAFTER_TYPES
 from draftloop.drafters.base import load_drafters
 from draftloop.request import SamplingParams
+from example_drafters import example_configs
 from helpers import (
     VOCAB,
     answers,
     assert_all_free,
     engine,
-    example_configs,
     example_target,
     greedy,
     make_engine,

@@ -16,17 +16,8 @@ from hypothesis import strategies as st
 from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.llm import LLM
 from draftloop.scheduler.drafting import DWELL, DraftsByRows
-from helpers import (
-    assert_all_free,
-    check_books,
-    engine,
-    example_configs,
-    example_target,
-    greedy,
-    oracle,
-    shrink,
-    works_on_host,
-)
+from example_drafters import example_configs, works_on_host
+from helpers import assert_all_free, check_books, engine, example_target, greedy, oracle, shrink
 
 load_drafters()
 

@@ -6,18 +6,8 @@ import pytest
 
 from draftloop.request import TokenSource
 from draftloop.scheduler.batch import Sequence
-from helpers import (
-    assert_all_free,
-    engine,
-    greedy,
-    make_engine,
-    near_draft,
-    oracle,
-    prompts,
-    repeat_suffix,
-    run_through,
-    tiny_model,
-)
+from example_drafters import repeat_suffix
+from helpers import assert_all_free, engine, greedy, make_engine, near_draft, oracle, prompts, run_through, tiny_model
 
 K = 3
 MODEL = {"method": "draft_model", "model": near_draft(), "num_speculative_tokens": K}

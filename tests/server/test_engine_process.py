@@ -13,7 +13,8 @@ from draftloop.engine.llm import LLM
 from draftloop.request import SamplingParams
 from draftloop.server.engine_process import EngineServer
 from draftloop.server.messages import Abort, Accepted, Add, Close, Progress, Ready, Refused, decode_from_engine, encode
-from helpers import assert_all_free, example_configs, greedy, make_engine, oracle, prompts
+from example_drafters import example_configs
+from helpers import assert_all_free, greedy, make_engine, oracle, prompts
 
 NGRAM = example_configs()["ngram"][0]
 

@@ -24,7 +24,8 @@ from draftloop.bench.trace import TRACED, write_trace
 from draftloop.engine.llm import LLM
 from draftloop.errors import CapacityError, ConfigError
 from draftloop.graphs.phase import Cost, Phase, chain
-from helpers import answers, assert_all_free, engine, example_configs, greedy, prompts
+from example_drafters import example_configs
+from helpers import answers, assert_all_free, engine, greedy, prompts
 
 K = 3
 CEILING = Ceiling(bytes_per_s=1e9, flops_per_s=1e12)

@@ -11,7 +11,8 @@ from draftloop.config import Environment
 from draftloop.engine import startup
 from draftloop.engine.ranges import name_steps
 from draftloop.errors import ConfigError
-from helpers import answers, example_configs, greedy, make_engine, oracle, prompts
+from example_drafters import example_configs
+from helpers import answers, greedy, make_engine, oracle, prompts
 
 NGRAM = example_configs()["ngram"][0]
 
