@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +29,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         _worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(_worker % _gpus))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests start many Pythons: each would compile all sources again where the environment forbids to keep what comes of it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Before anything imports triton, transformers included: kernels run in its interpreter without a GPU.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -59,11 +63,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; there is none"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What has been imported stays. Who collects garbage need not look through it each time, for most of a second."""
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays. Who collects garbage need not look through it, now or later, for most of a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)
