@@ -9,7 +9,7 @@ import pytest
 from blocks import wide_block
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
-from draftloop.kernels.native import ops as native
+from draftloop.kernels.native.functions import switched_off
 from draftloop.request import RequestOutput, SamplingParams
 from heads import tiny_head, wide_head
 from helpers import make_engine, prompts, tiny_model
@@ -104,7 +104,7 @@ def test_every_kind_of_drafter_on_a_gpu(drafter, dtype):
 
 
 def test_without_the_c_kernels_too():
-    with native.switched_off():
+    with switched_off():
         found = all_answers("cpu", "none", SIZES[:2], dtype="float32", deterministic=True)
     assert {way: len(answers) for way, answers in found.items()} == dict.fromkeys(found, 1)
 

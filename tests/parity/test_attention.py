@@ -17,7 +17,7 @@ from draftloop.attention.base import AttentionShape
 from draftloop.attention.registry import BACKENDS, attention_backend
 from draftloop.errors import ConfigError
 from draftloop.graphs.tape import TapeRecorder
-from draftloop.kernels.native import ops as native
+from draftloop.kernels.native.functions import switched_off
 from draftloop.kernels.paged_attention import choose_tiles, paged_attention_triton
 
 
@@ -116,7 +116,7 @@ def test_heads_have_sinks(
     check(name, case, device)
     check(name, replace(case, soft_cap=2.0), device)
     if name == "sdpa":
-        with native.switched_off():
+        with switched_off():
             check(name, case, device)
 
 

@@ -15,6 +15,7 @@ from draftloop.graphs.tape import TapeRecorder
 from draftloop.kernels.linear import linear, linear_torch
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.native.build import BuildError, find_compiler
+from draftloop.kernels.native.functions import available, switched_off
 from draftloop.kernels.norm_concat import norm_concat, norm_concat_torch
 from draftloop.kernels.rms_norm import add_rms_norm, add_rms_norm_torch, rms_norm, rms_norm_torch
 from draftloop.kernels.rope_write import rope_write, rope_write_torch
@@ -31,7 +32,7 @@ def _compiled() -> None:
         find_compiler()
     except BuildError as error:
         pytest.skip(str(error))
-    assert native.available()
+    assert available()
 
 
 @pytest.fixture(params=[1, 2], ids=["1thread", "2threads"])
@@ -194,7 +195,7 @@ def test_paged_attention(threads: int, data: st.DataObject, seed: int) -> None:
     out, expected = torch.full_like(q, NAN), torch.full_like(q, NAN)
     assert native.takes_attention(q, tensors[1], out, *tensors[2:])
     paged_attention(*tensors, out, **scalars)
-    with native.switched_off():
+    with switched_off():
         paged_attention(*tensors, expected, **scalars)
     # the reference's softmax over nothing, for which only causal blocks have a rule there
     torch.testing.assert_close(out, expected.nan_to_num(0.0), atol=2e-5, rtol=1e-4)
@@ -235,7 +236,7 @@ def test_what_is_left_to_torch() -> None:
     assert not native.takes_linear(x.bfloat16(), weight.bfloat16(), None)
     assert not native.takes_linear(x[:, ::2], weight[:, :32].contiguous(), None)
     assert not native.takes_linear(x, weight.clone().requires_grad_(), None)
-    with native.switched_off():
+    with switched_off():
         assert not native.takes_linear(x, weight, None)
     assert native.takes_linear(x, weight, None)
     # all of these still work

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftloop.kernels.linear import linear
-from draftloop.kernels.native import build, ops
+from draftloop.kernels.native import build, functions, ops
 from draftloop.kernels.native.build import BuildError, find_compiler, library, load
 
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -25,10 +25,10 @@ NEEDS_COMPILER = pytest.mark.skipif(
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The kernels as in a process that has not asked for them, with an empty cache."""
     monkeypatch.setenv("DRAFTLOOP_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setattr(ops, "_c", None)
+    monkeypatch.setattr(functions.c, "__dict__", {})
     monkeypatch.delenv("CC", raising=False)
     # a cache of its own, so that what later tests use is left alone
-    monkeypatch.setattr(ops, "library", library.__wrapped__)
+    monkeypatch.setattr(functions, "library", library.__wrapped__)
     return tmp_path / "native"
 
 
@@ -50,7 +50,7 @@ def quick(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @NEEDS_COMPILER
 def test_the_second_process_finds_what_the_first_has_made(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.available()
+    assert functions.available()
     (made,) = fresh.iterdir()
     modified = made.stat().st_mtime_ns
 
@@ -94,7 +94,7 @@ def test_a_damaged_file_is_made_anew(quick: Path) -> None:
 @NEEDS_COMPILER
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc to look at")
 def test_torch_and_the_kernels_share_one_pool_of_threads() -> None:
-    assert ops.available()
+    assert functions.available()
     maps = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     assert len([path for path in maps if "/libgomp" in path or "/libomp" in path or "/libiomp" in path]) <= 1
 

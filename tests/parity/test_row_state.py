@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftloop.kernels.argmax import chunk_maxima
-from draftloop.kernels.native import ops as native
+from draftloop.kernels.native.functions import available, switched_off
 from draftloop.kernels.row_tokens import Sequences, row_tokens, row_tokens_torch, row_tokens_triton
 from draftloop.kernels.write_draft import DraftRows, write_draft, write_draft_torch, write_draft_triton
 from draftloop.kvcache.rows import NO_DRAFT, RowState
@@ -55,7 +55,7 @@ def implementations(device: torch.device, triton, public):
     """Triton's on the device or in its interpreter, and on the CPU the C twin too."""
     if device.type == "cuda":
         return [triton]
-    assert native.available()
+    assert available()
     return [triton, public]
 
 
@@ -184,7 +184,7 @@ def test_accept_block(device, seed, num_drafts, synthetic, width, bad) -> None:
         return accept_block_triton(rows, best, _token_rows(made), rates, **sizes)
 
     expected = copied(cpu)
-    with native.switched_off():
+    with switched_off():
         reported = public(rows, logits, expected, rates)
     for run in implementations(device, triton, public):
         made = copied(device)

@@ -26,6 +26,7 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch, Attention
 from draftloop.errors import ConfigError
 from draftloop.kernels.fp8_cache import FP8, as_bytes
 from draftloop.kernels.native import ops as native
+from draftloop.kernels.native.functions import takes
 from draftloop.kernels.opaque import define
 
 MAX_CACHED_QUERY_LEN = 64
@@ -211,7 +212,7 @@ def paged_attention(
     most = max(q_THD.shape[0], native.MAX_TOKENS) if invariant else native.MAX_TOKENS
     if q_THD.device.type == "cpu" and ancestors_Q is None and 0 <= query_len <= most:
         indices = (rows_R, query_starts_R1, kv_lens_R, page_table_MN)
-        if native.takes_attention(q_THD, kv_2PSGD, out_THD, *indices) and native.takes(sinks_H):
+        if native.takes_attention(q_THD, kv_2PSGD, out_THD, *indices) and takes(sinks_H):
             native.paged_attention(
                 q_THD,
                 kv_2PSGD,

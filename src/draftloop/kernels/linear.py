@@ -22,6 +22,7 @@ from draftloop.kernels import linear_wide
 from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.linear_wide import Kind, linear_wide_triton
 from draftloop.kernels.native import ops as native
+from draftloop.kernels.native.functions import takes
 from draftloop.kernels.triton_import import gpu_name, jit, next_power_of_2, pdl_options, tl
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ def linear_invariant_triton(
 
 def linear_invariant_cpu(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """As many tokens at a time as the C kernel takes, which adds up each by itself; without it, token by token."""
-    if native.takes(x_TK, weight_NK, bias_N):
+    if takes(x_TK, weight_NK, bias_N):
         parts = [native.linear(part_TK, weight_NK, bias_N) for part_TK in x_TK.split(native.MAX_TOKENS)]
     else:
         parts = [F.linear(x_1K, weight_NK, bias_N) for x_1K in x_TK.split(1)]

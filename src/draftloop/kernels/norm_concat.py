@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.native import ops as native
+from draftloop.kernels.native.functions import takes
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
@@ -137,7 +138,7 @@ def norm_concat(
     taken = {"first_T": first_T, "second_T": second_T}
     if first_XH.is_cuda:
         return norm_concat_triton(first_XH, second_YH, first_weight_H, second_weight_H, eps, **taken)
-    if native.takes(first_XH, second_YH, first_weight_H, second_weight_H):
+    if takes(first_XH, second_YH, first_weight_H, second_weight_H):
         first_TH = first_XH if first_T is None else first_XH.index_select(0, first_T)
         second_TH = second_YH if second_T is None else second_YH.index_select(0, second_T)
         if native.takes_serial(first_TH, second_TH):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftloop.kernels.native import ops as native
+from draftloop.kernels.native import row_ops
+from draftloop.kernels.native.functions import available
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
@@ -241,9 +242,9 @@ def row_tokens(
     """
     if rows_R.is_cuda:
         run = row_tokens_triton
-    elif native.available() and rows_R.device.type == "cpu":
+    elif available() and rows_R.device.type == "cpu":
         out = empty_tokens(rows_R.shape[0], num_per_row, rows_R.device)
-        native.row_tokens(
+        row_ops.row_tokens(
             rows_R, *sequences, num_drafted_M, emitted_R, *out, num_per_row, page_size, offset, ahead, num_ids
         )
         return out

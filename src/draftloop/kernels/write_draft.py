@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from draftloop.kernels.argmax import NO_INDEX, UNPACK, argmax, chunk_maxima, takes_argmax, unpack_maxima
-from draftloop.kernels.native import ops as native
+from draftloop.kernels.native import row_ops
+from draftloop.kernels.native.functions import available
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
 
 
@@ -144,8 +145,8 @@ def write_draft(
         write_draft_triton(rows_R, choice, state, target_ids_W, first=first, longest=longest)
         return
     tokens_R = unpack_maxima(choice)[0] if choice.dim() == 2 else choice
-    if native.available():
-        native.write_draft(rows_R, tokens_R, *state, target_ids_W, first, 2**31 - 1 if longest is None else longest)
+    if available():
+        row_ops.write_draft(rows_R, tokens_R, *state, target_ids_W, first, 2**31 - 1 if longest is None else longest)
     else:
         write_draft_torch(rows_R, tokens_R, state, target_ids_W, first=first, longest=longest)
 

@@ -20,7 +20,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.kernels.argmax import takes_argmax, unpack_maxima
-from draftloop.kernels.native import ops as native
+from draftloop.kernels.native import row_ops
+from draftloop.kernels.native.functions import available
 from draftloop.kernels.softmax_statistics import Changed, Statistics, Truncation, softmax_statistics_triton
 from draftloop.kvcache.rows import NO_DRAFT, RowState
 from draftloop.models.output_head import Vocabulary
@@ -118,10 +119,10 @@ def accept_rows_greedy(
     if takes_argmax(logits_XW):
         return _accept_by_argmax(state, rows_R, logits_XW, None, vocabulary, num_drafts, width)
     targets_X, is_good_X = likeliest(logits_XW, vocabulary)
-    if native.available() and rows_R.device.type == "cpu":
+    if available() and rows_R.device.type == "cpu":
         targets_X = torch.where(is_good_X, targets_X, NO_TOKEN)
         num_emitted_R, outcome_RO = outcome_memory(rows_R, width)
-        native.accept_block(rows_R, targets_X, *_token_rows(state)[:4], num_emitted_R, outcome_RO, num_drafts)
+        row_ops.accept_block(rows_R, targets_X, *_token_rows(state)[:4], num_emitted_R, outcome_RO, num_drafts)
         return num_emitted_R, outcome_RO
     drafts_RK = _drafts(state, rows_R, num_drafts)
     emitted = accept_targets(_by_row(targets_X, num_drafts), drafts_RK)
