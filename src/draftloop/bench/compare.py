@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from draftloop.bench.acceptance import shares_accepted, step_histogram
 from draftloop.bench.ask import NONE, drafter_settings, render
@@ -26,6 +25,7 @@ from draftloop.config.engine import EngineConfig
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
+from draftloop.observability.progress import progress_bar
 from draftloop.request import RequestOutput, SamplingParams
 
 
@@ -103,7 +103,7 @@ def take_turns(
     parts = [slice(start, start + batch) for start in range(0, len(prompts), batch)]
     for contender in contenders:  # first uses record graphs and fault in weights
         contender.llm.generate(prompts[parts[0]], [replace(p, max_tokens=16) for p in params[parts[0]]])
-    with tqdm(total=repeats * len(parts) * len(contenders), desc="Taking turns", unit="batch", disable=None) as bar:
+    with progress_bar(total=repeats * len(parts) * len(contenders), description="Taking turns", unit="batch") as bar:
         for turn in range(repeats):
             seconds, tokens = dict.fromkeys(range(len(contenders)), 0.0), dict.fromkeys(range(len(contenders)), 0)
             for index, part in enumerate(parts):

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from tqdm import tqdm
 
 from draftloop.bench.roofline import Ceiling, ceiling_of
 from draftloop.bench.sampling_mix import SamplingMix
@@ -25,6 +24,7 @@ from draftloop.bench.trace import write_trace
 from draftloop.config.engine import EngineConfig
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
+from draftloop.observability.progress import progress_bar
 from draftloop.request import SamplingParams
 
 WARM_TOKENS = 16
@@ -61,7 +61,7 @@ def run_latency(
         common = {**engine_facts(llm), "prompt": prompt_tokens}
         rows = [{**common, **row} for row in (*_startup_rows(llm, startup_s), *ceiling_rows(ceiling))]
         path = write_numbers(out, rows)
-        for batch in tqdm(batch_sizes, desc="Batch sizes", disable=None):
+        for batch in progress_bar(batch_sizes, description="Batch sizes"):
             steady = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "repeats": repeats}
             greedy = measure_steady(llm, batch, ceiling, **steady)
             if sampling_mix is SamplingMix.GREEDY:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from draftloop.bench.plots import pyplot
 from draftloop.bench.simulation import ROUTES, Costs, Served, Simulation, costs_from_rows, make_jobs
 from draftloop.bench.stamp import write_numbers
 from draftloop.errors import ConfigError
+from draftloop.observability.progress import progress_bar
 
 PERCENTILES = (50, 99)
 LATENCIES = ("ttft_ms", "tpot_ms")
@@ -63,7 +63,7 @@ def run_simulate(
     found = []
     combinations = list(product(routing, acceptance_length or (costs.acceptance_length,), replicas, requests_per_s))
     total = num_requests * sum(number for _, _, number, _ in combinations)
-    bar = tqdm(total=total, desc="Simulating", unit=" requests", unit_scale=True, disable=None)
+    bar = progress_bar(total=total, description="Simulating", unit=" requests", unit_scale=True)
     for route, length, number, rate in combinations:
         jobs = make_jobs(
             num_requests * number,

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from tqdm import tqdm
 
 from draftloop.bench.acceptance import shares_accepted
 from draftloop.bench.stamp import engine_facts, write_numbers
 from draftloop.config.engine import EngineConfig
 from draftloop.engine.llm import LLM
 from draftloop.errors import CapacityError, ConfigError
+from draftloop.observability.progress import progress_bar
 from draftloop.request import SamplingParams
 
 STALL_S = 60
@@ -191,7 +191,7 @@ Save = Callable[[float, float, Sequence[tuple[int, float]], str], None]
 def _run(traffic: Traffic, seconds: float, ending: Ending, save: Save) -> None:
     begin = last_tokens = last_sample = last_save = time.perf_counter()
     longest, samples = 0.0, []
-    with tqdm(total=round(seconds), desc="Soaking", unit="s", disable=None) as bar:
+    with progress_bar(total=round(seconds), description="Soaking", unit="s") as bar:
         while (now := time.perf_counter()) - begin < seconds and ending.why is None:
             if now - last_sample > SAMPLE_S or not samples:
                 faulthandler.dump_traceback_later(STALL_S, exit=True)

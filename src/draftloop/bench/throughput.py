@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from draftloop.bench.acceptance import shares_accepted
 from draftloop.bench.ask import render
@@ -32,6 +31,7 @@ from draftloop.bench.trace import write_trace
 from draftloop.config.engine import EngineConfig
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
+from draftloop.observability.progress import progress_bar
 from draftloop.request import SamplingParams
 from draftloop.scheduler.batch import Sequence as Request
 
@@ -65,7 +65,7 @@ def run_throughput(
         all_ids = _prompts(llm, prompts, most, prompt_tokens, params.max_tokens)
         ceiling = engine_ceiling(llm)
         rows = ceiling_rows(ceiling)
-        for rows_at_once in tqdm(concurrency, desc="Concurrency", disable=None):
+        for rows_at_once in progress_bar(concurrency, description="Concurrency"):
             ids = all_ids[: num_requests or WAVES * rows_at_once]
             serve(llm, ids[:rows_at_once], params, rows_at_once)  # warms up, compiles what start-up did not
             llm.reset_graph_counts()

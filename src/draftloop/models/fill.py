@@ -24,11 +24,11 @@ from torch import Tensor
 from draftloop.errors import ConfigError
 from draftloop.kernels.linear_fp8 import Fp8Values
 from draftloop.kernels.quantised import Part
-from draftloop.models.progress import progress_bar
 from draftloop.models.quantisation import Quantisation
 from draftloop.models.shards import QuantisedShard, Shard
 from draftloop.models.tensors import FLOAT_TYPES, Tensors, mtp_tensors, open_tensors
 from draftloop.models.weights import Destination
+from draftloop.observability.progress import progress_bar
 
 if TYPE_CHECKING:
     from draftloop.models.decoder import Decoder
@@ -97,7 +97,9 @@ def fill_from_files(
 
         with ThreadPoolExecutor(_num_threads(device)) as pool:
             done = pool.map(put, names)
-            for _ in progress_bar(done, "Loading weights", "tensor", show=show_progress, total=len(names)):
+            for _ in progress_bar(
+                done, description="Loading weights", unit="tensor", show=show_progress, total=len(names)
+            ):
                 pass
     if device.type == "cuda":
         torch.cuda.synchronize(device)

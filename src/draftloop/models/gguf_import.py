@@ -17,7 +17,7 @@ import numpy as np
 
 from draftloop.config.env import Environment
 from draftloop.errors import ConfigError
-from draftloop.models.progress import progress_bar
+from draftloop.observability.progress import progress_bar
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -307,7 +307,7 @@ def convert(gguf_file: Path, folder: Path, *, show_progress: bool | None = None)
     file.write_tokenizer(folder)
     found = {
         name: torch.from_numpy(np.array(file.read(name))).to(torch.bfloat16)
-        for name in progress_bar(list(file.tensors), "Dequantising", "tensor", show=show_progress)
+        for name in progress_bar(list(file.tensors), description="Dequantising", unit="tensor", show=show_progress)
     }
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by the owner alone

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from draftloop.errors import ConfigError
+from draftloop.observability.progress import progress_bar
 from draftloop.train import checkpoint
 from draftloop.train.files import remove_leftovers, write_file
 from draftloop.train.method import Batch, Losses
@@ -141,7 +141,7 @@ class Trainer:
         if not standing.log:
             self._measure(0.0)
         totals, tokens, began = self._totals(), 0, time.perf_counter()
-        with tqdm(total=100, desc="Training", unit="%", disable=None if self.world.first else True) as bar:
+        with progress_bar(total=100, description="Training", unit="%", show=None if self.world.first else False) as bar:
             for rows in self._rows(standing.step):
                 progress = self.progress()
                 bar.update(int(100 * progress) - bar.n)

@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from draftloop.engine.llm import LLM
 from draftloop.errors import CapacityError, ConfigError
+from draftloop.observability.progress import progress_bar
 from draftloop.request import SamplingParams
 from draftloop.train.files import remove_leftovers
 from draftloop.train.options import TrainOptions
@@ -108,7 +107,7 @@ class _Recorder:
         # what an answer has turned out to hold decides how many a shard asks for
         mean = float(options.answer_tokens)
         most = self.rounds * self.llm.engine.resolved.max_num_seqs
-        with tqdm(total=options.record_tokens, initial=have, desc="Recording", unit="token", disable=None) as bar:
+        with progress_bar(total=options.record_tokens, initial=have, description="Recording", unit="token") as bar:
             while have < options.record_tokens:
                 began = time.monotonic()
                 number = self.recording.next_shard(options.seed)
