@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +131,16 @@ def test_messages_in_troubleshooting_are_those_of_the_source():
         if not any(all(part in message for part in parts) for message in said):
             unknown.append(phrase)
     assert not unknown
+
+
+def test_the_map_has_every_folder_in_the_order_in_which_imports_go():
+    section = (ROOT / "docs/architecture.md").read_text().split("## Folders")[1].split("## ")[0]
+    layers = [re.findall(r"`([^`]+)`", row) for row in re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)]
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    assert layers == [re.findall(r"\w+", layer) for layer in contract["layers"]]
+    package = ROOT / "src/draftloop"
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    assert folders <= {name for layer in layers for name in layer}
 
 
 def test_files_and_names_that_are_mentioned_exist():
