@@ -257,6 +257,7 @@ def test_bench_latency(monkeypatch, tmp_path, sizes):
         (["train"], "--target requires an argument"),
         (["frob"], 'Unknown command "frob"'),
         (["run", "name", "three", "rivers"], "nothing takes 'three rivers'; quote texts with spaces"),
+        (["bench", "structured", "smollm2-135m"], "`draftloop bench structured --help` lists what it takes"),
     ],
 )
 def test_mistakes_are_one_line_and_start_nothing(argv, message, capsys):

@@ -57,7 +57,12 @@ def shares_accepted(histograms: Sequence[Sequence[int]]) -> list[float]:
 
 
 def measure_acceptance(
-    llm: LLM, sets: Mapping[str, Sequence[Prompt]], *, max_tokens: int, temperature: float, show_progress: bool = True
+    llm: LLM,
+    sets: Mapping[str, Sequence[Prompt]],
+    *,
+    max_tokens: int,
+    temperature: float,
+    show_progress: bool | None = None,
 ) -> list[Answer]:
     """Answer the first turn of every prompt, in batches of the engine's rows. Seeds are the prompts' numbers."""
     asked = [(name, prompt) for name, prompts in sets.items() for prompt in prompts]

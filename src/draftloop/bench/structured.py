@@ -63,7 +63,7 @@ def judge(text: str, schema: dict[str, Any]) -> str:
 
 
 def measure_structured(
-    llm: LLM, asked: Sequence[SchemaPrompt], *, max_tokens: int, temperature: float, show_progress: bool = True
+    llm: LLM, asked: Sequence[SchemaPrompt], *, max_tokens: int, temperature: float, show_progress: bool | None = None
 ) -> list[Judged]:
     """Answer every prompt under its schema's grammar and judge the answers. Seeds are the prompts' numbers."""
     judge("{}", {})  # before any work

@@ -64,8 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         log.setup(environment.log_level, environment.log_format)
         app(argv, exit_on_error=False, print_error=False, result_action="return_value")
     except UnusedCliTokensError as error:
-        words = " ".join(error.unused_tokens or ())
-        print(f"draftloop: nothing takes {words!r}; quote texts with spaces: --prompt 'two words'", file=sys.stderr)
+        words, command = " ".join(error.unused_tokens or ()), " ".join(["draftloop", *(error.command_chain or ())])
+        remedy = f"quote texts with spaces: --prompt 'two words'; `{command} --help` lists what it takes"
+        print(f"draftloop: nothing takes {words!r}; {remedy}", file=sys.stderr)
         sys.exit(2)
     except (DraftloopError, CycloptsError) as error:
         logger.debug("where it happened", exc_info=True)

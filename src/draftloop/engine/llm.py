@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from tqdm import tqdm
-
 from draftloop.config.engine import EngineConfig
 from draftloop.distributed.launcher import Ranks
 from draftloop.distributed.replica import ALONE, Replica
@@ -16,6 +14,7 @@ from draftloop.engine.startup import Engine, start
 from draftloop.engine.stats import PartStats, speculation_stats
 from draftloop.errors import RequestError
 from draftloop.graphs.report import GraphReport
+from draftloop.observability.progress import progress_bar
 from draftloop.request import CompletionOutput, LoRARequest, RequestOutput, SamplingParams
 from draftloop.scheduler.batch import Sequence as Running
 
@@ -70,7 +69,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = False,
         speculation: bool = True,
         priority: Sequence[int] | None = None,
         lora_request: Lora | Sequence[Lora] = None,
@@ -80,7 +79,8 @@ class LLM:
         `lora_request` is the adapter for all of them, or one each; None is the model itself. `speculation=False` drafts
         nothing for these prompts. Of several prompts those of lower `priority` go first. A prompt with a `cache_salt`
         shares cached beginnings with those of the same salt only. A prompt that cannot be served gets an output with
-        `finish_reason` "error" if it is one of several; alone it raises RequestError.
+        `finish_reason` "error" if it is one of several; alone it raises RequestError. `use_tqdm` None: a bar on a
+        terminal, elsewhere a line of the log every minute.
         """
         many = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -106,7 +106,7 @@ class LLM:
                         raise
                     outputs.append(_refused(self._next_id(), prompt, error))
             total = sum(len(output.outputs) for output in outputs if not output.finished)
-            with tqdm(total=total, desc="Answering", disable=not use_tqdm) as bar:
+            with progress_bar(total=total, description="Answering", show=use_tqdm) as bar:
                 while not self.engine.core.idle:
                     bar.update(sum(sequence.finish_reason is not None for sequence, _ in self._step()))
         finally:  # an interrupt must not leave requests behind
