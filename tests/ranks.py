@@ -20,13 +20,11 @@ from typing import Any
 import torch
 
 from draftloop.distributed.group import Group, join, leave
+from forks import FORKS
 
 TIMEOUT_S = 300
 WATCHDOG_S = 60
 """Ranks that wait for each other for so long hang: all of them end, each with its stacks."""
-
-# Torch alone takes seconds to import: on a CPU, ranks are forks of a process that has done nothing else.
-multiprocessing.set_forkserver_preload(["torch.distributed", "draftloop.engine.llm"])
 
 
 def on_ranks(
@@ -37,7 +35,7 @@ def on_ranks(
     `expected`: of so many, where the others are to end before they return.
     """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+    context = multiprocessing.get_context("spawn") if device == "cuda" else FORKS
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
         context.Process(target=_run, args=(function, rank, size, device, store.port, pipes[rank][1]), daemon=True)

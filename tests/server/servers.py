@@ -1,6 +1,6 @@
 """Servers in processes of their own, on loopback, over a tiny model whose tokens are bytes.
 
-Run as a program it serves what its arguments say, with a scripted drafter: that cannot be said on a command line.
+Most are forks, which start at once. Tests of how processes start, end and share nothing run the command itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from forks import Forked, prepare
 
 EOS = 256
 VOCAB = 257
@@ -72,7 +72,7 @@ def byte_model() -> str:
 class Server:
     """A running `draftloop serve`, and a plain client of it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Forked, log: Path) -> None:
         self.process, self.log = process, log
         self.port = 0
         self.headers = {"Content-Type": "application/json"}
@@ -194,20 +194,26 @@ def running(
     silence_s: int = 120,
     limits: Sequence[str] = LIMITS,
     start_s: float = PATIENCE_S,
+    command: bool = False,
+    engines: int = 1,
     **environment: str,
 ) -> Iterator[Server]:
-    """A server over the byte model; `script` is the file of a scripted drafter's answers."""
-    command = [sys.executable, "-m", "draftloop", "serve"] if script is None else [sys.executable, __file__]
-    limits = [*limits, "--engine-silence-s", str(silence_s)]
+    """A server over the byte model; `script` is the file of a scripted drafter's answers.
+
+    `command`: by the command line in a new interpreter, as users start it, in place of forks, of so many engines.
+    """
+    command_line = ["serve", model or byte_model(), "--port", "0", *limits]
+    command_line += ["--engine-silence-s", str(silence_s), *arguments]
     log = Path(tempfile.mkdtemp(prefix="draftloop-tests-")) / "log"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    if script is not None:
-        environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-        environ["TESTS_SCRIPT"] = script
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, model or byte_model(), "--port", "0", *limits, *arguments], stdout=out, stderr=out, env=environ
-        )
+    process: subprocess.Popen[bytes] | Forked
+    if command:
+        with log.open("wb") as out:
+            python = [sys.executable, "-m", "draftloop"]
+            process = subprocess.Popen([*python, *command_line], stdout=out, stderr=out, env=environ)
+    else:
+        log.touch()
+        process = Forked(_serve, command_line, script, engines, log=log, environ=environ)
     server = Server(process, log)
     try:
         server.wait_until(lambda: "listening at" in log.read_text() or process.poll() is not None, timeout_s=start_s)
@@ -223,35 +229,39 @@ def running(
         shutil.rmtree(log.parent)
 
 
-# ---- a server with a scripted drafter -------------------------------------------------------
+def _serve(command_line: list[str], script: str | None, engines: int) -> None:
+    """As a fork: what the command does."""
+    from draftloop.cli import main
+    from draftloop.server import engine_rank
+
+    prepare(engine_rank, engines)
+    if script is None:
+        main(command_line)
+    else:
+        _serve_scripted(command_line[1], script)
 
 
-def _answers() -> list[tuple[list[int], int]]:
-    """Prompts with the tokens that follow, and how many drafts are to be right."""
-    if not Path(os.environ["TESTS_SCRIPT"]).exists():
-        return []
-    return [(ids, right) for ids, right in json.loads(Path(os.environ["TESTS_SCRIPT"]).read_text())]
+# ---- a server with a scripted drafter, which cannot be said on a command line --------------
 
 
-def script(request_id: str, token_ids: list[int], k: int) -> list[int]:
+def _scripted(file: str, request_id: str, token_ids: list[int], k: int) -> list[int]:
     """Drafts of which the first ones are right, as many as the file says; nothing for other texts."""
-    for ids, right in _answers():
+    answers = json.loads(Path(file).read_text()) if Path(file).exists() else []
+    for ids, right in answers:  # prompts with the tokens that follow, and how many drafts are to be right
         if len(token_ids) < len(ids) and ids[: len(token_ids)] == token_ids:
             drafts = ids[len(token_ids) : len(token_ids) + k]
             return [(draft + (place >= right)) % EOS for place, draft in enumerate(drafts)]
     return []
 
 
-def serve_scripted(model: str) -> None:
-    from servers import script as importable  # the engine's process knows it by this module
-
+def _serve_scripted(model: str, file: str) -> None:
     from draftloop.config import EngineConfig
     from draftloop.observability import log
     from draftloop.server.options import ServerOptions
     from draftloop.server.run import serve
 
     log.setup()
-    spec = {"method": "scripted", "script": importable, "num_speculative_tokens": K}
+    spec = {"method": "scripted", "script": functools.partial(_scripted, file), "num_speculative_tokens": K}
     config = EngineConfig.from_mapping(
         model=model,
         max_model_len=512,
@@ -261,7 +271,3 @@ def serve_scripted(model: str) -> None:
         speculative_config=spec,
     )
     serve(config, ServerOptions(port=0))
-
-
-if __name__ == "__main__":
-    serve_scripted(sys.argv[1])

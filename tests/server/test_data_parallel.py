@@ -27,7 +27,7 @@ LONG = {"prompt": "x", "temperature": 0, "max_tokens": 8000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def server():
-    with running(*EAGER, "-dp", "2", limits=LONG_LIMITS) as one:
+    with running(*EAGER, "-dp", "2", limits=LONG_LIMITS, command=True) as one:
         yield one
 
 
@@ -93,7 +93,7 @@ def test_the_death_of_one_engine_ends_the_other_and_turns_health_red(server):
 
 
 def test_a_server_that_is_told_to_end_lets_both_engines_finish():
-    with running(*EAGER, "-dp", "2") as server:
+    with running(*EAGER, "-dp", "2", engines=2) as server:
         streams = [server.start_stream("/v1/completions", {**LONG, "max_tokens": 60}) for _ in range(2)]
         server.process.send_signal(signal.SIGTERM)
         for connection, response in streams:

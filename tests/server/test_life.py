@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from servers import EAGER, LONG_LIMITS, PATIENCE_S, K, byte_model, events, running
@@ -30,7 +31,7 @@ def start(server, **fields):
 def server():
     """Holds four running answers and two waiting ones; wants a key."""
     options = ["--max-waiting", "2", "--api-key", "one", "--max-body-bytes", "20000", *EAGER]
-    with running(*options, limits=LONG_LIMITS, DRAFTLOOP_API_KEY="two") as one:
+    with running(*options, limits=LONG_LIMITS, command=True, DRAFTLOOP_API_KEY="two") as one:
         one.headers["Authorization"] = "Bearer one"
         yield one
         assert one.process.poll() is None, "it must outlive its engine"
@@ -46,6 +47,14 @@ def test_a_key_is_wanted_but_for_health_and_metrics(server):
         assert server.request("GET", path, Authorization="")[0] == 200
     for path in ("/server_info", "/v1/models", "/openapi.json"):
         assert server.request("GET", path, Authorization="")[0] == 401
+
+
+def test_the_api_process_has_no_torch_in_it(server):
+    """Neither the library nor a GPU context: what serves clients is small, and a crash of the engine leaves it."""
+    server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+    api, engine = (Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, server.engine_pid))
+    assert "libtorch" in engine
+    assert "libtorch" not in api
 
 
 def test_other_origins_are_not_let_in(server):
@@ -115,7 +124,7 @@ def test_the_death_of_the_engine_turns_health_red_and_ends_open_requests_with_an
 
 
 def test_sigterm_lets_requests_end_up_to_the_deadline():
-    with running("--shutdown-timeout-s", "2", *EAGER, limits=LONG_LIMITS) as server:
+    with running("--shutdown-timeout-s", "2", *EAGER, limits=LONG_LIMITS, command=True) as server:
         long, long_events = start(server, prompt="x")
         short, short_events = start(server, max_tokens=20)
         with closing(short), closing(long), ThreadPoolExecutor(1) as pool:
@@ -134,7 +143,7 @@ def test_sigterm_lets_requests_end_up_to_the_deadline():
 
 
 def test_the_engine_ends_when_the_server_is_killed():
-    with running(*EAGER, ready=False) as server:
+    with running(*EAGER, ready=False, command=True) as server:
         server.wait_until(lambda: bool(server.engine_pids))
         status, _, data = server.request("GET", "/health")
         assert (status, json.loads(data)["error"]["message"]) == (503, "the engine is starting")

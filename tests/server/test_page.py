@@ -101,7 +101,7 @@ def server() -> Iterator[Server]:
     """The embedded model with the shipped head; one answer at a time, and nobody may wait."""
     limits = ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(1 << 27), "--device", "cpu"]
     options = ["--max-num-seqs", "1", "--max-waiting", "0", "--api-key", KEY]
-    with running(*options, model="smollm2-135m", limits=limits) as one:
+    with running(*options, model="smollm2-135m", limits=limits, command=True) as one:
         one.headers["Authorization"] = f"Bearer {KEY}"
         yield one
 

@@ -30,7 +30,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.yaml"
 
 @pytest.fixture(scope="module")
 def server():
-    with running(*REPLICAS, model=MODEL, limits=LIMITS, start_s=240, RAY_DEDUP_LOGS="0") as one:
+    with running(*REPLICAS, model=MODEL, limits=LIMITS, start_s=240, command=True, RAY_DEDUP_LOGS="0") as one:
         yield one
 
 

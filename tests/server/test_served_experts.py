@@ -20,7 +20,7 @@ LIMITS = ["--max-model-len", "128", "--max-num-seqs", "4", "--kv-cache-memory-by
 
 @pytest.fixture(scope="module")
 def server():
-    with running(*TOGETHER, model=tiny_experts(), limits=LIMITS) as one:
+    with running(*TOGETHER, model=tiny_experts(), limits=LIMITS, engines=2) as one:
         yield one
         if one.is_healthy():
             assert one.stop() == 0

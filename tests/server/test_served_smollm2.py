@@ -32,7 +32,7 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def server():
-    with running("--dtype", "float32", model=MODEL, limits=LIMITS) as one:
+    with running("--dtype", "float32", model=MODEL, limits=LIMITS, command=True) as one:
         yield one
 
 

@@ -112,7 +112,7 @@ def held(pid: int) -> dict[str, int]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_traffic_with_clients_that_go_away_leaves_nothing_and_every_token_is_counted(device):
     drafter = ("--spec-method", "draft_model", "--spec-model", byte_model(), "--spec-tokens", str(K))
-    with running(*drafter, limits=[*LIMITS, "--device", device]) as server:
+    with running(*drafter, limits=[*LIMITS, "--device", device], command=True) as server:
         pids = {"api": server.process.pid, "engine": server.engine_pid}
         traffic(server, requests=REQUESTS // 4, goes_away=GOES_AWAY, seed=0)  # every size has been seen
         server.assert_all_free()
