@@ -277,7 +277,7 @@ def oracle(
     known, want = _ANSWERS.get(key, []), min(max_tokens, max_model_len - len(prompt))
     if len(known) < want:
         plain = engine(model, device=device, dtype="float32", cudagraph_mode="NONE", max_num_seqs=1, max_prefill_rows=1)
-        _ANSWERS[key] = known = plain.generate(list(prompt), greedy(max(want, 64)))[0].outputs[0].token_ids
+        _ANSWERS[key] = known = plain.generate(list(prompt), greedy(max(want, 40)))[0].outputs[0].token_ids
     return known[:want]
 
 
