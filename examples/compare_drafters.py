@@ -25,4 +25,4 @@ def main(out: Path, num_prompts: int = 8, max_tokens: int = 96) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "compare.json"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "bench/compare.json"))

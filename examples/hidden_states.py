@@ -19,4 +19,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "hidden_states"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/hidden_states"))

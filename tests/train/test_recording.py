@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,6 +132,17 @@ def test_the_same_seed_records_the_same(tmp_path):
         run_train(options(tmp_path / name, record_tokens=200), Eagle3Options())
     run_train(options(tmp_path / "three", record_tokens=200, seed=1), Eagle3Options())
     assert documents(tmp_path / "one") == documents(tmp_path / "two") != documents(tmp_path / "three")
+
+
+def test_a_recording_that_will_take_days_says_so_once(tmp_path, monkeypatch, caplog):
+    chosen = options(tmp_path, record_tokens=400)
+    recording = Recording.open(_made(tmp_path / "r"), target="toy", revision="", vocab_size=VOCAB, settings={})
+    clock = SimpleNamespace(monotonic=itertools.count(0, 36_000).__next__)
+    monkeypatch.setattr(record_module, "time", clock)
+    record(chosen, recording, rounds=1)
+    assert recording.next_shard(chosen.seed) > 2
+    (said,) = [one.getMessage() for one in caplog.records if "hours" in one.getMessage()]
+    assert "--record-minutes ends it earlier" in said
 
 
 def test_a_full_disk_is_said_and_what_was_recorded_can_be_trained_on(tmp_path, monkeypatch):

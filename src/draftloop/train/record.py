@@ -85,6 +85,7 @@ class _Recorder:
         self.longest = options.row_tokens
         self.prompts: list[list[int]] | None = None
         self.invention: Invention | None = None
+        self.has_warned = False
         special = getattr(tokenizer, "all_special_ids", None) or []
         self.special = frozenset([*special, *llm.engine.core.eos_ids])
         self.bos = config.bos_token_id
@@ -123,6 +124,7 @@ class _Recorder:
                 have, mean = have + made, max(made / count, 1.0)
                 bar.update(made)
                 now = time.monotonic()
+                self._warn_if_long(options.record_tokens - have, made / (now - began))
                 # another shard would end later than this one ends too early
                 if (
                     options.record_minutes is not None
@@ -130,6 +132,18 @@ class _Recorder:
                 ):
                     logger.info("%.1f minutes are over: recorded %d tokens", (now - started) / 60, have)
                     return
+
+    def _warn_if_long(self, num_left: int, tokens_per_s: float) -> None:
+        hours = num_left / tokens_per_s / 3600
+        if hours > 1 and self.options.record_minutes is None and not self.has_warned:
+            logger.warning(
+                "%d more tokens take about %.0f hours to record at %.0f tokens/s; --record-minutes ends it earlier, "
+                "--record-tokens asks for fewer",
+                num_left,
+                hours,
+                tokens_per_s,
+            )
+            self.has_warned = True
 
     def shard(self, number: int, count: int, asked: int) -> list[Document]:
         """Prompts and their answers; the same for the same arguments and seed. `asked`: prompts before this shard."""
