@@ -217,6 +217,13 @@ def test_the_readme_has_the_pages_figures():
         assert set(figures) - {"-"} <= page_rows[what, batch], f"{what}, {batch}: copy it from {PAGE}"
 
 
+def test_the_readme_begins_with_what_its_table_says():
+    text = README.read_text(encoding="utf-8")
+    rows = cells(text.partition("## How fast a step is")[2].partition("\n## ")[0])[2:]
+    less = [1 - float(ours) / float(theirs) for _, batch, ours, *peers, _ in rows if batch != "-" for theirs in peers]
+    assert f"take [{min(less) * 100:.0f} to {max(less) * 100:.0f} % less time](#how-fast-a-step-is)" in text
+
+
 def test_speeds_and_ratios_of_drafters_are_those_of_the_files_that_are_named():
     """Rows of README.md; batches of the table in choosing_a_drafter.md."""
 
