@@ -90,7 +90,8 @@ _NUMBERS = itertools.count()
 
 def make_scheduler(*, num_pages: int = 65, page_size: int = 16, **settings: Any) -> Scheduler:
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_prefill_rows": 4, "max_model_len": 128}
-    return Scheduler(PageAllocator(num_pages, page_size), **{**defaults, "num_drafts": 0, **settings})
+    pages = PageAllocator(num_pages, page_size)
+    return Scheduler([pages], **{**defaults, "num_drafts": 0, **settings})
 
 
 def make_request(name: str, num_prompt: int, *, max_tokens: int = 8, **options: Any) -> Request:
@@ -106,19 +107,22 @@ def make_request(name: str, num_prompt: int, *, max_tokens: int = 8, **options: 
 
 def check_books(scheduler: Scheduler, *, num_rows: int) -> None:
     """Every row and page is held by who says so, or free, and pages are found under their own key only."""
-    pages, held = scheduler.pages, Counter[int]()
-    for sequence in scheduler.running:
-        held.update(sequence.pages)
-        held.update([] if sequence.copied_page is None else [sequence.copied_page])
-        assert len(set(sequence.pages)) == len(sequence.pages)
+    for group, pages in enumerate(scheduler.groups):
+        counts = Counter[int]()
+        for sequence in scheduler.running:
+            held = sequence.held[group]
+            counts.update(held.ids)
+            counts.update([] if held.copied is None else [held.copied])
+            assert len(set(held.ids)) == len(held.ids)
+            assert pages.window is not None or held.first == 0
+        assert {page: pages.num_holders(page) for page in range(pages.num_pages)} == {
+            page: counts[page] for page in range(pages.num_pages)
+        }
+        assert sorted([*counts, *pages.free_pages]) == list(range(1, pages.num_pages))
+        assert {pages._page_of[key]: key for key in pages._page_of} == pages._key_of
     for sequence in scheduler.waiting:
-        assert (sequence.row, sequence.pages, sequence.copied_page) == (-1, [], None)
-    assert {page: pages.num_holders(page) for page in range(pages.num_pages)} == {
-        page: held[page] for page in range(pages.num_pages)
-    }
-    assert sorted([*held, *pages.free_pages]) == list(range(1, pages.num_pages))
+        assert (sequence.row, sequence.held) == (-1, [])
     assert sorted([s.row for s in scheduler.running] + scheduler._free_rows) == list(range(num_rows))
-    assert {pages._page_of[key]: key for key in pages._page_of} == pages._key_of
 
 
 # ---- a tiny model ---------------------------------------------------------------------------
@@ -301,12 +305,21 @@ def run_through(llm: LLM, after_step: Callable[[], None] | None = None) -> dict[
 
 
 def shrink(llm: LLM, num_pages: int) -> None:
-    """Let an engine, which must be idle and is used for nothing else, have fewer pages than memory allows."""
+    """Let an engine, which must be idle and is used for nothing else, have fewer pages than memory allows: so many of
+    each group of layers."""
     core, table, pool = llm.engine.core, llm.engine.table, llm.engine.pool
     assert core.idle
     assert num_pages <= pool.num_pages
-    pages = core.scheduler.pages = PageAllocator(num_pages, pool.page_size)
-    table._poison_more = lambda: pool.poison(pages.newly_free())
+    groups = [
+        PageAllocator(min(num_pages, pool.num_pages_of(window)), pool.page_size, window) for window in pool.windows
+    ]
+    core.scheduler.groups[:] = groups
+
+    def poison() -> None:
+        for pages in groups:
+            pool.poison(pages.newly_free(), window=pages.window)
+
+    table._poison_more = poison
 
 
 def assert_all_free(llm: LLM) -> None:
@@ -315,7 +328,9 @@ def assert_all_free(llm: LLM) -> None:
     assert llm.engine.core.idle
     assert scheduler.running == []
     assert sorted(scheduler._free_rows) == list(range(llm.engine.resolved.max_num_seqs))
-    assert sorted(scheduler.pages.free_pages) == list(range(1, scheduler.pages.num_pages))
+    assert scheduler.num_pages_held == 0
+    for pages in scheduler.groups:
+        assert sorted(pages.free_pages) == list(range(1, pages.num_pages))
 
 
 # ---- drafters -------------------------------------------------------------------------------

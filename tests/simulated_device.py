@@ -171,7 +171,7 @@ class SimulatedEngine:
     def __init__(self, drafting: Drafting, clock: Clock, *, seed: int = 0) -> None:
         self.clock, self.worker = clock, SimulatedWorker(clock, drafting.most, seed)
         scheduler = Scheduler(
-            PageAllocator(40_000, 16),
+            [PageAllocator(40_000, 16)],
             max_num_seqs=LOADS[-1],
             max_num_batched_tokens=PROMPT_SIZES[-1],
             max_prefill_rows=16,

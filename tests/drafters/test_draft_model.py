@@ -165,7 +165,7 @@ def test_padding_rows_and_pages_of_nobody_stay_untouched(overlap):
     before = {name: value[padding].clone() for name, value in vars(state).items() if torch.is_tensor(value)}
     for length in range(13, 20):
         asked = [[(7 * length + i + j) % 160 for j in range(length + i)] for i in range(3)]
-        free = core.scheduler.pages.free_pages
+        free = core.scheduler.groups[0].free_pages
         for cache in pool.caches:
             cache[:, :, free] = 123.0
         for i, prompt in enumerate(asked):
@@ -173,7 +173,7 @@ def test_padding_rows_and_pages_of_nobody_stay_untouched(overlap):
         used: set[int] = set()
 
         def look(used=used) -> None:
-            used.update(page for sequence in core.scheduler.running for page in sequence.pages)
+            used.update(page for sequence in core.scheduler.running for page in sequence.held[0].ids)
 
         ended = run_through(llm, look)
         assert ended == {str(i): oracle(prompt, 9) for i, prompt in enumerate(asked)}

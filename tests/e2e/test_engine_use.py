@@ -125,8 +125,8 @@ def test_a_request_that_needs_more_memory_than_there_is_names_the_pages():
     page = 2 * 2 * 16 * 2 * 16 * 4
     llm = make_engine(max_num_seqs=2, enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=6 * page)
     assert llm.engine.pool.num_pages == 6
-    llm.engine.core.scheduler.pages.allocate(1)  # as if the cache were smaller than one request
-    llm.engine.core.scheduler.pages.num_pages -= 2
+    llm.engine.core.scheduler.groups[0].allocate(1)  # as if the cache were smaller than one request
+    llm.engine.core.scheduler.groups[0].num_pages -= 2
     with pytest.raises(RequestError, match=r"need 4 pages of 16 tokens, but the cache has 3.*--kv-cache-memory-bytes"):
         llm.generate([1] * 40, greedy(24))
 

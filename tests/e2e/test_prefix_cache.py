@@ -118,7 +118,10 @@ def test_a_prompt_that_parts_behind_a_shared_page_changes_nothing_for_who_holds_
     core, base = llm.engine.core, random_ids(40)
     holder = core.add("holder", base, greedy(40))
     core.step()
-    pages, before = holder.pages[:2], [cache[:, :, holder.pages[:2]].clone() for cache in llm.engine.pool.caches]
+    pages, before = (
+        holder.held[0].ids[:2],
+        [cache[:, :, holder.held[0].ids[:2]].clone() for cache in llm.engine.pool.caches],
+    )
     parts = core.add("parts", [*base[:32], *random_ids(5, 9)], greedy(4))
     while parts.finish_reason is None:
         core.step()
@@ -201,7 +204,7 @@ def test_it_can_be_switched_off():
     llm = make_engine(enable_prefix_caching=False)
     prompt = random_ids(40)
     assert [llm.generate(prompt, greedy(4))[0].num_cached_tokens for _ in range(2)] == [0, 0]
-    assert llm.engine.core.scheduler.pages.num_registered == 0
+    assert llm.engine.core.scheduler.groups[0].num_registered == 0
 
 
 def test_a_drafter_that_does_not_say_that_it_can_has_all_of_every_prompt(caplog):
@@ -251,7 +254,7 @@ def test_a_page_size_of_its_own():
 def test_what_is_kept_gives_way_to_what_runs():
     """A cache full of prompts that nobody asks for again holds up nobody."""
     llm = make_engine(model=tiny_model(), kv_cache_memory_bytes=20 * 2 * 2 * 16 * 2 * 16 * 4, max_model_len=96)
-    pages = llm.engine.core.scheduler.pages
+    pages = llm.engine.core.scheduler.groups[0]
     for seed in range(12):
         prompt = random_ids(60, seed)
         assert answers(llm.generate(prompt, greedy(20))) == [oracle(prompt, 20, max_model_len=96)]

@@ -237,10 +237,10 @@ def test_the_books_notice_a_page_that_is_lost():
     core = llm.engine.core
     core.add("a", [1] * 40, greedy(4))
     core.step()
-    lost = core.scheduler.running[0].pages.pop()
+    lost = core.scheduler.running[0].held[0].ids.pop()
     with pytest.raises(AssertionError):
         check_books(core.scheduler, num_rows=NUM_ROWS)
-    core.scheduler.running[0].pages.append(lost)
+    core.scheduler.running[0].held[0].ids.append(lost)
     core.abort("a")
 
     assert_all_free(llm)

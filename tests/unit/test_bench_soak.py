@@ -80,7 +80,7 @@ def test_memory_that_grows_and_pages_that_are_lost_are_found():
     assert growth([(0, 50.0), *((i, 100 + 0.02 * i) for i in range(10, 400, 10))]) == pytest.approx(2.0)
     assert growth([(0, 50.0), *((i, 100.0) for i in range(10, 400, 10))]) == pytest.approx(0, abs=1e-9)
     llm = make_engine()
-    llm.engine.core.scheduler.pages.allocate(3)
+    llm.engine.core.scheduler.groups[0].allocate(3)
     traffic = Traffic(llm, longest_prompt=20, longest_answer=10, seed=0)
     traffic.fill()
     with pytest.raises(CapacityError, match="3 pages and 0 rows are held although nothing runs"):

@@ -30,13 +30,13 @@ def test_a_loop_takes_a_part_of_the_pages_that_are_only_kept():
     step(scheduler)
     emit(old)
     scheduler.finish(old)
-    assert scheduler.pages.num_empty < 4
+    assert scheduler.groups[0].num_empty < 4
     (new,) = add(scheduler, make_request("new", 20, max_tokens=1000, cache_salt="other"))
     step(scheduler)
     emit(new)
     plan = scheduler.plan()
     assert scheduler.reserve(plan, 64) == 64
-    assert scheduler.pages.num_free > 90, "and leaves most of them"
+    assert scheduler.groups[0].num_free > 90, "and leaves most of them"
 
 
 def test_an_8_page_prompt_that_comes_again_runs_its_last_token_alone():
@@ -48,17 +48,19 @@ def test_an_8_page_prompt_that_comes_again_runs_its_last_token_alone():
     add(scheduler, b)
     assert step(scheduler) == ([("b", 127, 1)], ["a"])
     assert (a.num_cached, b.num_cached) == (0, 127)
-    assert a.pages[:7] == b.pages[:7]
-    assert a.pages[7] != b.pages[7], "its last position is the row's own: a drafter may keep the next token there"
+    assert a.held[0].ids[:7] == b.held[0].ids[:7]
+    assert a.held[0].ids[7] != b.held[0].ids[7], (
+        "its last position is the row's own: a drafter may keep the next token there"
+    )
     scheduler.finish(a)
     scheduler.finish(b)
     (c,) = add(scheduler, make_request("c", 128))
     plan = scheduler.plan()
-    assert c.pages[:8] == plan.chunks[0].sequence.pages[:8]
-    assert c.copied_page is None, "nobody else holds it, so that it need not be copied"
+    assert c.held[0].ids[:8] == plan.chunks[0].sequence.held[0].ids[:8]
+    assert c.held[0].copied is None, "nobody else holds it, so that it need not be copied"
     scheduler.launched(plan)
     scheduler.finish(c)
-    assert scheduler.pages.num_free == scheduler.pages.capacity
+    assert scheduler.groups[0].num_free == scheduler.groups[0].capacity
 
 
 def test_the_page_that_is_copied_is_held_until_then():
@@ -68,13 +70,13 @@ def test_the_page_that_is_copied_is_held_until_then():
     step(scheduler)
     add(scheduler, b)
     plan = scheduler.plan()
-    assert (b.num_prefilled, b.copied_page) == (31, a.pages[1])
+    assert (b.num_prefilled, b.held[0].copied) == (31, a.held[0].ids[1])
     scheduler.finish(a)
-    assert scheduler.pages.num_holders(b.copied_page) == 1
+    assert scheduler.groups[0].num_holders(b.held[0].copied) == 1
     scheduler.launched(plan)
-    assert b.copied_page is None
+    assert b.held[0].copied is None
     scheduler.abort(b)
-    assert scheduler.pages.num_free == scheduler.pages.capacity
+    assert scheduler.groups[0].num_free == scheduler.groups[0].capacity
 
 
 @pytest.mark.parametrize("ends", [Scheduler.abort, Scheduler.preempt])
@@ -85,10 +87,10 @@ def test_who_goes_before_the_page_is_copied_lets_go_of_it(ends):
     step(scheduler)
     add(scheduler, b)
     scheduler.plan()
-    assert b.copied_page is not None
+    assert b.held[0].copied is not None
     ends(scheduler, b)
     scheduler.finish(a)
-    assert scheduler.pages.num_free == scheduler.pages.capacity
+    assert scheduler.groups[0].num_free == scheduler.groups[0].capacity
 
 
 @pytest.mark.parametrize(
@@ -156,13 +158,13 @@ def test_a_reset_while_requests_run_finds_nothing_from_before():
     scheduler.reset_prefix_cache()
     decode(scheduler, a, 40)
     scheduler.finish(a)
-    assert scheduler.pages.num_registered == 0
+    assert scheduler.groups[0].num_registered == 0
     b = make_request("b", 40)
     add(scheduler, b)
     step(scheduler)
     assert b.num_cached == 0
     scheduler.finish(b)
-    assert scheduler.pages.num_registered == 2
+    assert scheduler.groups[0].num_registered == 2
 
 
 @pytest.mark.parametrize("before", ["waits", "runs"])
@@ -195,7 +197,7 @@ def test_what_a_request_with_bad_logits_computed_is_not_found():
     step(scheduler)
     a.finish_reason = "error"
     scheduler.finish(a)
-    assert scheduler.pages.num_registered == 0
+    assert scheduler.groups[0].num_registered == 0
 
 
 def test_a_preempted_request_finds_what_it_had():

@@ -129,7 +129,7 @@ def test_admission_waits_for_the_pages_of_prompt_and_first_block():
     scheduler = make_scheduler(num_pages=6, num_drafts=3)
     a, b = add(scheduler, make_request("a", 36, max_tokens=30), make_request("b", 28, max_tokens=13))
     assert step(scheduler) == ([("a", 0, 32)], [])
-    assert len(a.pages) == 3, "36 tokens, one more, and two blocks of drafts ahead; not the 5 it may come to need"
+    assert len(a.held[0].ids) == 3, "36 tokens, one more, and two blocks of drafts ahead; not the 5 it may come to need"
     assert b.stage is Stage.WAITING, "3 pages would leave none for the other to grow"
     scheduler.finish(a)
     assert step(scheduler) == ([("b", 0, 28)], [])
@@ -164,8 +164,8 @@ def test_pages_reach_past_all_that_steps_in_flight_may_emit(num_drafts, depth):
             break
         assert step(scheduler) == ([], ["a"])
         longest = min(a.num_tokens + a.steps_in_flight * block, a.max_total)
-        assert len(a.pages) * 16 >= longest + num_drafts
-    assert len(a.pages) <= scheduler.pages_needed(a)
+        assert len(a.held[0].ids) * 16 >= longest + num_drafts
+    assert len(a.held[0].ids) <= scheduler.row_pages.needed(a, scheduler.groups[0])
 
 
 def preempting(num_pages: int = 9) -> tuple[Scheduler, list[Sequence]]:
@@ -185,7 +185,7 @@ def test_who_came_last_is_preempted_when_pages_run_out_and_goes_on_first():
                 emit(sequence)
         plan = scheduler.plan()
         scheduler.launched(plan)
-    assert (b.stage, b.pages, b.num_prefilled, b.num_preemptions) == (Stage.WAITING, [], 0, 1)
+    assert (b.stage, b.held, b.num_prefilled, b.num_preemptions) == (Stage.WAITING, [], 0, 1)
     assert [s.request_id for s in plan.decodes] == ["a"], "and nobody takes its place in the same step"
     assert scheduler.waiting[:1] == [b] or c.stage is not Stage.WAITING
     said = len(b.output_ids)
@@ -212,12 +212,12 @@ def test_pages_held_ahead_are_taken_back_before_anybody_is_preempted():
         emit(sequence)
     plan = scheduler.plan()
     assert scheduler.reserve(plan, 64) > 1
-    held = len(a.pages)
-    a.num_mapped = held  # the device was told
+    held = len(a.held[0].ids)
+    a.held[0].num_mapped = held  # the device was told
     b.output_ids = [7] * 120
     assert scheduler.plan().decodes == (a, b)
-    assert (scheduler.num_preemptions, len(a.pages), len(b.pages)) == (0, 3, 11)
-    assert (a.num_mapped, a.num_stale) == (3, held), "and its table loses them"
+    assert (scheduler.num_preemptions, len(a.held[0].ids), len(b.held[0].ids)) == (0, 3, 11)
+    assert (a.held[0].num_mapped, a.held[0].num_stale) == (3, held), "and its table loses them"
 
 
 def test_a_loop_gets_pages_for_all_its_steps_or_makes_fewer():
@@ -230,8 +230,8 @@ def test_a_loop_gets_pages_for_all_its_steps_or_makes_fewer():
     steps = scheduler.reserve(plan, 64)
     assert 1 < steps < 64
     for sequence in (a, b):
-        assert len(sequence.pages) * 16 >= sequence.num_tokens + steps * 4 + 3
-    assert scheduler.pages.num_free >= 0
+        assert len(sequence.held[0].ids) * 16 >= sequence.num_tokens + steps * 4 + 3
+    assert scheduler.groups[0].num_free >= 0
 
 
 def test_lower_priority_is_served_later_and_loses_its_row_to_higher():
@@ -289,19 +289,19 @@ def test_a_stream_of_long_prompts_starves_nobody():
 
 def test_finishing_frees_row_and_pages():
     scheduler = make_scheduler()
-    before = scheduler.pages.num_free
+    before = scheduler.groups[0].num_free
     (a,) = add(scheduler, make_request("a", 10))
     step(scheduler)
-    assert scheduler.pages.num_free < before
+    assert scheduler.groups[0].num_free < before
     scheduler.finish(a)
-    assert scheduler.pages.num_free == before
-    assert (a.stage, a.pages, scheduler.idle) == (Stage.FINISHED, [], True)
+    assert scheduler.groups[0].num_free == before
+    assert (a.stage, a.held, scheduler.idle) == (Stage.FINISHED, [], True)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3], ids=["waiting", "in_prefill", "decoding"])
 def test_aborting_frees_wherever_the_request_is_and_twice_does_no_harm(steps):
     scheduler = make_scheduler(max_num_batched_tokens=8)
-    before = scheduler.pages.num_free
+    before = scheduler.groups[0].num_free
     a, b = add(scheduler, make_request("a", 16), make_request("b", 3))
     for _ in range(steps):
         step(scheduler)
@@ -312,7 +312,7 @@ def test_aborting_frees_wherever_the_request_is_and_twice_does_no_harm(steps):
         step(scheduler)
     assert b.stage is Stage.DECODE
     scheduler.abort(b)
-    assert scheduler.pages.num_free == before
+    assert scheduler.groups[0].num_free == before
     assert scheduler.idle
     assert not scheduler.plan()
 
@@ -379,7 +379,7 @@ def test_any_traffic_ends_with_everything_free(seed, num_drafts, budget):
         check_books(scheduler, num_rows=4)
         for chunk in plan.chunks:
             assert chunk.start == chunk.sequence.num_prefilled
-            assert chunk.end <= len(chunk.sequence.pages) * 16
+            assert chunk.end <= len(chunk.sequence.held[0].ids) * 16
         scheduler.launched(plan)
         landed = [s for s in scheduler.running if s.steps_in_flight and (settled or rng.random() < 0.8)]
         for sequence in landed:
@@ -391,4 +391,4 @@ def test_any_traffic_ends_with_everything_free(seed, num_drafts, budget):
         if scheduler.idle and not todo:
             break
     assert scheduler.idle
-    assert scheduler.pages.num_free == 11
+    assert scheduler.groups[0].num_free == 11

@@ -7,8 +7,8 @@ D head size, P pages in the pool, S tokens per page, M rows in the engine, N pag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -68,6 +68,12 @@ class AttentionBatch:
     """Uniform causal batches alone. None: each token sees all keys up to its own."""
     attend: Callable[[Callable[[], None]], None] = run_here
     """Runs an attention call: in place, or between the captured segments of a piecewise graph."""
+    windows: Mapping[int, AttentionBatch] = field(default_factory=dict)
+    """The same batch over the pages of layers that have a table of their own, by their sliding window."""
+
+    def of(self, window: int | None) -> AttentionBatch:
+        """What layers with this sliding window, or with none, write and attend by."""
+        return self if window is None else self.windows.get(window, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +114,8 @@ class AttentionBackend(ABC):
     """Kinds of device on which it can serve batches that are `invariant`."""
     takes_trees: ClassVar[bool] = False
     """It has a kernel for `AttentionBatch.tree`."""
+    keeps_to_windows: ClassVar[bool] = False
+    """What lies in pages behind a sliding window has no effect, not even NaN: they may be another row's."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self.shape = shape
@@ -154,7 +162,8 @@ class AttentionBackend(ABC):
         `kv_2PSGD` is one layer's cache: keys at index 0, values at 1. With a sliding window w, a
         token at position p sees positions p-w+1 .. p; in a tree, which is less deep than w, of the keys before
         it. Rows with no keys get zeros, whatever the
-        pages hold (pages that belong to nobody may hold NaN).
+        pages hold (pages that belong to nobody may hold NaN). The table may lead to pages of others behind the window,
+        if the backend `keeps_to_windows`.
 
         `sinks_H` (float32): for each query head a score, as it is, that joins those of the keys in the softmax and
         stands for no value, so that a head may attend to nothing.

@@ -7,12 +7,16 @@ Shape suffixes: R rows of the pass, T tokens of the pass, Q tokens per row, M en
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBatch
 from draftloop.graphs.phase import Launch
 from draftloop.kernels.batch_invariance import is_wanted
+from draftloop.kernels.page_slots import page_slots
 from draftloop.kernels.row_tokens import RowTokens, Sequences, row_tokens
 from draftloop.kvcache.rows import RowState
 
@@ -91,3 +95,21 @@ def ragged_batch(
         attend=launch.attend,
     )
     return batch, row_T
+
+
+def with_windows(batch: AttentionBatch, tables: Mapping[int, Tensor], row_T: Tensor, page_size: int) -> AttentionBatch:
+    """The batch, with what layers attend by that have pages of their own: by their window, `tables` (int32 [M, N]).
+
+    `row_T` (int64): the engine row of each token, where the batch is ragged.
+    """
+    windows = {}
+    for window, table_MN in tables.items():
+        if batch.uniform:
+            slots_T = page_slots(
+                batch.rows_R, batch.kv_lens_R, table_MN, num_per_row=batch.max_query_len, page_size=page_size
+            )
+        else:
+            page_T = table_MN[row_T, batch.positions_T // page_size].long()
+            slots_T = page_T * page_size + batch.positions_T % page_size
+        windows[window] = replace(batch, slots_T=slots_T, page_table_MN=table_MN)
+    return replace(batch, windows=windows)

@@ -275,6 +275,7 @@ class SdpaBackend(AttentionBackend):
     name = "sdpa"
     invariant_on = frozenset({"cpu"})
     takes_trees = True
+    keeps_to_windows = True
 
     @classmethod
     def graph_support(cls, device_type: str) -> GraphSupport:

@@ -25,6 +25,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     invariant_on = frozenset({"cuda"})
     takes_trees = True
+    keeps_to_windows = True
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         super().__init__(shape, device)

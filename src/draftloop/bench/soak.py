@@ -101,7 +101,7 @@ class Traffic:
         while not self.core.idle:
             self.step()
         scheduler = self.core.scheduler
-        held = scheduler.pages.capacity - scheduler.pages.num_free
+        held = scheduler.num_pages_held
         if held or scheduler.running:
             raise CapacityError(f"{held} pages and {len(scheduler.running)} rows are held although nothing runs")
 

@@ -126,7 +126,7 @@ class SteadyBatch:
     def _check_pages(self) -> None:
         """Rows that grow until one of them has to be preempted are not a steady batch."""
         scheduler = self.core.scheduler
-        num_fitting = scheduler.pages.capacity // scheduler.pages_needed(scheduler.waiting[0])
+        num_fitting = scheduler.row_pages.num_fitting(scheduler.waiting[0])
         if num_fitting < self.rows:
             raise self._too_many(num_fitting)
 

@@ -201,6 +201,12 @@ class Drafter(ABC):
         return cls.reuses_prefixes
 
     @classmethod
+    def reads_target(cls, spec: SpeculativeConfig) -> bool:
+        """It, or one of those that it asks, reads the target's caches: by the row's one table, which then leads to all
+        of them, whatever windows layers have."""
+        return cls.read_target is not Drafter.read_target
+
+    @classmethod
     def overhang(cls, spec: SpeculativeConfig) -> int:
         """Positions past a row's last token that one of its passes may reach; a verify reaches K + 1."""
         return cls.count_drafts(spec) + 1

@@ -106,6 +106,10 @@ class CascadeDrafter(Drafter):
         return any(drafter_class(part).needs_host(part) for part in _parts(spec))
 
     @classmethod
+    def reads_target(cls, spec: SpeculativeConfig) -> bool:
+        return any(drafter_class(part).reads_target(part) for part in _parts(spec))
+
+    @classmethod
     def can_reuse_prefixes(cls, spec: SpeculativeConfig) -> bool:
         return all(drafter_class(part).can_reuse_prefixes(part) for part in _parts(spec))
 

@@ -197,17 +197,18 @@ def _numbers(columns: int | None = None) -> Output:
     return Output(unit=Unit.ROW, dtype=torch.int32, shape=() if columns is None else (columns,))
 
 
-def compact_phases(state: RowState, tree: DraftTree, caches: Sequence[Tensor]) -> list[Phase]:
+def compact_phases(state: RowState, tree: DraftTree, caches: Sequence[tuple[Tensor, Tensor]]) -> list[Phase]:
     """Declare `target.compact`, where drafts form a tree.
 
-    After `accept` the keys and values of the accepted branch, of all `caches`, move to where those of a chain are.
+    After `accept` the keys and values of the accepted branch, of all `caches` with their page tables, move to where
+    those of a chain are.
     """
     if tree.is_chain:
         return []
 
     def compact(launch: Launch, rows: Tensor, num_emitted: Tensor, path: Tensor) -> Mapping[str, Tensor]:
-        for kv_L2PSGD in caches:
-            compact_kv(kv_L2PSGD, rows, path, num_emitted, state.num_tokens_M, state.page_table_MN)
+        for kv_L2PSGD, page_table_MN in caches:
+            compact_kv(kv_L2PSGD, rows, path, num_emitted, state.num_tokens_M, page_table_MN)
         return {}
 
     slots = {

@@ -18,10 +18,12 @@ from draftloop.drafters.made_for import warn_of_other_target
 from draftloop.engine.check_settings import check_deterministic
 from draftloop.errors import ConfigError
 from draftloop.kernels.fp8_cache import FP8
+from draftloop.kvcache.pages import pages_in_sight
 from draftloop.models.config import ModelConfig
 from draftloop.models.decoder import Decoder, attention_shapes
 from draftloop.models.loader import ModelSource, load_model
 from draftloop.models.shards import share
+from draftloop.scheduler.row_pages import tokens_per_step
 
 if TYPE_CHECKING:
     from draftloop.models.fill import Loaded
@@ -40,6 +42,8 @@ class Layout:
     max_positions: int
     attention: type[AttentionBackend]
     shapes: list[AttentionShape]
+    windows: frozenset[int]
+    """Sliding windows of layers that have pages of their own, and let go of those behind the window."""
 
     @classmethod
     def of(cls, config: EngineConfig, model_config: ModelConfig, resolved: Resolved, ranks: Ranks) -> Layout:
@@ -49,6 +53,7 @@ class Layout:
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
         layers = share(model_config, ranks.group.size)
         overhang = drafter_class(spec).overhang(spec) if spec else 1
+        max_positions = resolved.max_model_len + overhang
         attention = attention_backend(resolve_attention_name(config.attention_backend, device_type), device_type)
         shapes = attention_shapes(layers, page_size=resolved.block_size, dtype=dtype, kv_dtype=kv_dtype)
         if config.deterministic:
@@ -63,10 +68,31 @@ class Layout:
             kv_dtype=kv_dtype,
             layers=layers,
             overhang=overhang,
-            max_positions=resolved.max_model_len + overhang,
+            max_positions=max_positions,
             attention=attention,
             shapes=shapes,
+            windows=_own_windows(config, model_config, resolved, attention, max_positions),
         )
+
+
+def _own_windows(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    resolved: Resolved,
+    attention: type[AttentionBackend],
+    max_positions: int,
+) -> frozenset[int]:
+    """Those that are shorter than what a row can get, where nobody needs one table for all layers."""
+    spec = config.speculation
+    drafter = drafter_class(spec) if spec else None
+    if not attention.keeps_to_windows or (drafter and spec and drafter.reads_target(spec)):
+        return frozenset()
+    num_new = tokens_per_step(drafter.count_drafts(spec) if drafter and spec else 0)
+    found = {model_config.window(layer) for layer in range(model_config.num_layers)} - {None}
+    pages_per_row = -(-max_positions // resolved.block_size)
+    return frozenset(
+        w for w in found if w is not None and pages_in_sight(w, num_new, resolved.block_size) < pages_per_row
+    )
 
 
 def make_drafter(

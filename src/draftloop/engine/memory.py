@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
 
@@ -10,9 +11,11 @@ from draftloop.config.engine import EngineConfig
 from draftloop.config.resolve import Resolved
 from draftloop.distributed.group import ALONE, Group
 from draftloop.errors import CapacityError
-from draftloop.kvcache.pool import CachePool, CacheSpec, bytes_per_page, count_pages
+from draftloop.kvcache.pages import pages_in_sight
+from draftloop.kvcache.pool import CachePool, CacheSpec, PageCounts, count_pages
 from draftloop.kvcache.virtual_memory import CudaVirtualMemory, VirtualMemory
 from draftloop.observability.log import get_logger
+from draftloop.scheduler.row_pages import TOKENS_AHEAD, tokens_per_step
 
 CPU_CACHE_SHARE = 0.25
 """Share of the machine's free memory that the cache may take on a CPU."""
@@ -92,34 +95,62 @@ def make_pool(
     ledger: MemoryLedger,
     *,
     pages_per_row: int,
+    num_drafts: int,
     group: Group = ALONE,
 ) -> CachePool:
     """Pages for what memory was asked for, or is left; as many on each rank of `group`.
+
+    Layers with pages of their own have as many as the others, up to what all rows can see: memory that this leaves
+    goes to those that keep all tokens.
 
     On a GPU what is left shows when all graphs are captured, so there pages have but addresses until `fill_pool`.
 
     Raises CapacityError if not one request fits.
     """
-    page_bytes = bytes_per_page(specs, resolved.block_size)
-    budget = config.kv_cache_memory_bytes
+    budget, windows = config.kv_cache_memory_bytes, {spec.window for spec in specs}
+    useful_pages = resolved.max_num_seqs * pages_per_row + 1
+    most: dict[int | None, int] = {
+        window: min(_pages_in_sight_of_all(resolved, window, pages_per_row, num_drafts), useful_pages)
+        for window in windows
+        if window is not None
+    }
     num_pages = count_pages(
-        lambda pages: pages * page_bytes,
+        lambda pages: PageCounts(most).nbytes(specs, pages, resolved.block_size),
         budget_bytes=group.min([ledger.left_for_pages()])[0] if budget is None else budget,
-        useful_pages=resolved.max_num_seqs * pages_per_row + 1,
-        least_pages=pages_per_row + 1,
+        useful_pages=max(most.get(window, useful_pages) for window in windows or {None}),
+        least_pages=_least_pages(windows, pages_per_row, num_drafts, resolved.block_size),
     )
     memory = ledger.virtual_memory() if budget is None else None
-    return CachePool(specs, num_pages, resolved.block_size, ledger.device, memory=memory)
+    return CachePool(specs, num_pages, resolved.block_size, ledger.device, most_pages=most, memory=memory)
 
 
-def fill_pool(pool: CachePool, ledger: MemoryLedger, *, pages_per_row: int, group: Group = ALONE) -> None:
+def fill_pool(
+    pool: CachePool, ledger: MemoryLedger, *, pages_per_row: int, num_drafts: int, group: Group = ALONE
+) -> None:
     """Give memory to as many reserved pages as what is left of the budget holds; as many on each rank of `group`.
 
     Raises CapacityError if not one request fits.
     """
     budget = group.min([ledger.left_for_pages() + pool.nbytes_of(1)])[0]  # the null page has its memory
-    pages = count_pages(pool.nbytes_of, budget_bytes=budget, useful_pages=pool.num_pages, least_pages=pages_per_row + 1)
-    pool.back(pages)
+    least_pages = _least_pages(pool.windows, pages_per_row, num_drafts, pool.page_size)
+    pool.back(count_pages(pool.nbytes_of, budget_bytes=budget, useful_pages=pool.num_pages, least_pages=least_pages))
+
+
+def _least_pages(windows: Iterable[int | None], pages_per_row: int, num_drafts: int, page_size: int) -> int:
+    """A pool in which one request runs, whatever its length; of a window it holds what it sees."""
+    num_new = tokens_per_step(num_drafts)
+    needs = [pages_per_row if w is None else pages_in_sight(w, num_new, page_size) for w in windows]
+    return min(max(needs, default=pages_per_row), pages_per_row) + 1
+
+
+def _pages_in_sight_of_all(resolved: Resolved, window: int, pages_per_row: int, num_drafts: int) -> int:
+    """Pages of layers with a window that are of use: what every row sees and may reach before the host looks again,
+    the prompt tokens of a step, and as much once more for prefixes to be found in."""
+    steps = max(resolved.device_loop, 1) + resolved.pipeline_depth
+    num_new = tokens_per_step(num_drafts) + max(steps * (1 + num_drafts), TOKENS_AHEAD)
+    per_row = min(pages_in_sight(window, num_new, resolved.block_size), pages_per_row)
+    pages = resolved.max_num_seqs * per_row - (-resolved.max_num_batched_tokens // resolved.block_size)
+    return 1 + pages * (1 + resolved.prefix_caching)
 
 
 def _free_memory() -> int:

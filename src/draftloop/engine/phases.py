@@ -25,11 +25,11 @@ def engine_phases(
     drafter: Drafter | None,
     acceptance: Acceptance,
     *,
-    target_caches: Sequence[Tensor],
+    target_caches: Sequence[tuple[Tensor, Tensor]],
     draft_caches: Sequence[Tensor],
     processors: Sequence[LogitsProcessor],
 ) -> list[Phase]:
-    """Declare everything that steps run, but for the chains of it."""
+    """Declare everything that steps run, but for the chains of it. `target_caches` come with their page tables."""
     phases = _target_phases(config, target, drafter, acceptance, target_caches, processors)
     if drafter:
         drafter.read_target(target.caches)
@@ -47,7 +47,7 @@ def _target_phases(
     target: PagedTarget,
     drafter: Drafter | None,
     acceptance: Acceptance,
-    caches: Sequence[Tensor],
+    caches: Sequence[tuple[Tensor, Tensor]],
     processors: Sequence[LogitsProcessor],
 ) -> list[Phase]:
     state, vocabulary, dtype = target.state, target.model.vocabulary, target.model.lm_head.dtype

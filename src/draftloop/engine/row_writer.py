@@ -44,7 +44,8 @@ class RowWriter:
     def admit(self, sequence: Sequence) -> None:
         """Give a row its request."""
         self._admit(_plain(sequence) if self.followers is not None else sequence)
-        sequence.num_mapped, sequence.num_stale = len(sequence.pages), 0
+        for held in sequence.held:
+            held.num_mapped, held.num_stale = held.end, 0
         if sequence.grammar is not None:
             self.write_masks([sequence], [[]])
 
@@ -53,12 +54,16 @@ class RowWriter:
         """Tokens, pages, limits and parameters of a request go to its row."""
         state, row, params = self._state, sequence.row, sequence.params
         tokens = torch.tensor(sequence.token_ids, dtype=torch.int32)
-        pages = torch.full((state.page_table_MN.shape[1],), NULL_PAGE, dtype=torch.int32)
-        pages[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
+        tables_UMN = state.page_tables_UMN
+        pages_UN = torch.full((tables_UMN.shape[0], tables_UMN.shape[2]), NULL_PAGE, dtype=torch.int32)
+        for pages_N, held in zip(pages_UN, sequence.held, strict=True):
+            pages_N[held.first : held.end] = torch.tensor(held.ids, dtype=torch.int32)
         state.tokens_ML[row, : tokens.shape[0]].copy_(self.stage(tokens), non_blocking=True)
-        state.page_table_MN[row].copy_(self.stage(pages), non_blocking=True)
-        if sequence.copied_page is not None:
-            self._pool.copy_page(sequence.copied_page, sequence.pages[sequence.num_prefilled // self._pool.page_size])
+        tables_UMN[:, row].copy_(self.stage(pages_UN), non_blocking=True)
+        own_page = sequence.num_prefilled // self._pool.page_size
+        for window, held in zip(self._pool.windows, sequence.held, strict=True):
+            if held.copied is not None:
+                self._pool.copy_page(held.copied, held.ids[own_page - held.first], window=window)
         state.stop_ids_MS[row].copy_(self.stage(_stop_ids(sequence)), non_blocking=True)
         state.drafts_MK[row].fill_(NO_DRAFT)
         for column, value in (
@@ -99,27 +104,27 @@ class RowWriter:
             rules.clear(row)
 
     def map_pages(self, sequences: Many[Sequence]) -> None:
-        """Tell the device of pages that rows got, and of those that they lost, since the last step."""
-        table_MN = self._state.page_table_MN
+        """Tell the device of pages that rows got, and of those that they lost, since the last step.
+
+        Rows that are new to it are left out, and entries behind a window as they are: nobody reads them.
+        """
+        _, num_rows, width = self._state.page_tables_UMN.shape
         places: list[int] = []
         pages: list[int] = []
         for sequence in sequences:
-            first = sequence.num_mapped
-            if first == len(sequence.pages) and sequence.num_stale <= first:
-                continue
-            new = sequence.pages[first:]
-            new += [NULL_PAGE] * (sequence.num_stale - first - len(new))
-            start = sequence.row * table_MN.shape[1] + first
-            places += range(start, start + len(new))
-            pages += new
-            sequence.num_mapped, sequence.num_stale = len(sequence.pages), 0
+            for group, held in enumerate(sequence.held):
+                if held.num_mapped and (held.num_mapped < held.end or held.num_stale > held.end):
+                    start, new = held.map(NULL_PAGE)
+                    start += (group * num_rows + sequence.row) * width
+                    places += range(start, start + len(new))
+                    pages += new
         if places:
             self._put_pages(places, pages)
 
     @on_every_rank()
     def _put_pages(self, places: list[int], pages: list[int]) -> None:
         both_2X = self.stage(torch.tensor([places, pages])).to(self._device, non_blocking=True)
-        self._state.page_table_MN.view(-1).index_copy_(0, both_2X[0], both_2X[1].int())
+        self._state.page_tables_UMN.view(-1).index_copy_(0, both_2X[0], both_2X[1].int())
 
     def write_masks(self, sequences: Many[Sequence], drafts: Many[list[int]]) -> None:
         """What their grammars allow at each position; all that was emitted so far must be known."""

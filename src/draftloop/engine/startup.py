@@ -185,12 +185,15 @@ def _build(
     ledger.lap("drafter")
     clock.lap("weights")
 
-    state = _make_rows(config, model_config, resolved, layout, drafter, device)
-    target_specs = cache_specs(layout.layers, layout.kv_dtype)
-    draft_specs = drafter.cache_specs() if drafter else []
+    target_specs = cache_specs(layout.layers, layout.kv_dtype, windows=layout.windows)
+    specs = [*target_specs, *(drafter.cache_specs() if drafter else [])]
+    num_groups = len({spec.window for spec in specs})
+    state = _make_rows(config, model_config, resolved, layout, drafter, device, num_groups=num_groups)
     ledger.lap("rows")
-    pages_per_row = state.page_table_MN.shape[1]
-    pool = make_pool(config, resolved, [*target_specs, *draft_specs], ledger, pages_per_row=pages_per_row, group=group)
+    num_drafts = drafter.num_drafts if drafter else 0
+    row_needs = {"pages_per_row": state.page_table_MN.shape[1], "num_drafts": num_drafts}
+    pool = make_pool(config, resolved, specs, ledger, **row_needs, group=group)
+    tables = dict(zip(pool.windows, state.page_tables_UMN.unbind(0), strict=True))
     target_caches, draft_caches = pool.caches[: len(target_specs)], pool.caches[len(target_specs) :]
     ledger.lap("pages")
 
@@ -202,25 +205,29 @@ def _build(
     )
     target = PagedTarget(
         model=model,
-        caches=model.layer_caches(target_caches),
+        caches=model.layer_caches(target_caches, windows=layout.windows),
         state=state,
         page_size=resolved.block_size,
         support=layout.attention.graph_support(device.type),
         aux_layers=drafter.aux_layers if drafter else (),
+        window_tables={window: table for window, table in tables.items() if window is not None},
     )
     phases = engine_phases(
         config,
         target,
         drafter,
         acceptance,
-        target_caches=target_caches,
+        target_caches=[(cache, tables[spec.window]) for cache, spec in zip(target_caches, target_specs, strict=True)],
         draft_caches=draft_caches,
         processors=processors,
     )
     iterations = iteration_phases(phases, drafter) if resolved.iteration_graph else []
-    table = _make_table(
-        config, resolved, [*phases, *iterations], ranks, poison_more=lambda: pool.poison(pages.newly_free())
-    )
+
+    def poison() -> None:
+        for pages in groups:
+            pool.poison(pages.newly_free(), window=pages.window)
+
+    table = _make_table(config, resolved, [*phases, *iterations], ranks, poison_more=poison)
     loop = make_device_loop(table, iterations, state, resolved.device_loop, group=group)
     ledger.lap("buffers")
     clock.lap("memory")
@@ -229,16 +236,16 @@ def _build(
         table.run_largest()
     ledger.lap("graphs and workspace")
     if pool.is_reserved:
-        fill_pool(pool, ledger, pages_per_row=pages_per_row, group=group)
+        fill_pool(pool, ledger, **row_needs, group=group)
         ledger.lap("pages")
-    pages = PageAllocator(pool.num_pages, resolved.block_size)
+    groups = [PageAllocator(pool.num_pages_of(window), resolved.block_size, window) for window in pool.windows]
     clock.lap("capture")
     drafting = make_drafting(config.speculation, drafter, table, table.ladders.sparse_rows)
     clock.lap("costs")
 
     tokenizer = _tokenizer(config, source)
     core = EngineCore(
-        _make_scheduler(config, resolved, pages, drafting, drafter),
+        _make_scheduler(config, resolved, groups, drafting, drafter),
         Worker(
             table,
             state,
@@ -284,12 +291,15 @@ def _make_rows(
     layout: Layout,
     drafter: Drafter | None,
     device: torch.device,
+    *,
+    num_groups: int,
 ) -> RowState:
     return RowState.create(
         num_rows=resolved.max_num_seqs,
         max_model_len=resolved.max_model_len,
         num_drafts=drafter.num_drafts if drafter else 0,
         overhang=layout.overhang,
+        num_groups=num_groups,
         page_size=resolved.block_size,
         draft_vocab=model_config.vocab_size if drafter and drafter.sampled else 0,
         device=device,
@@ -323,11 +333,15 @@ def _make_table(
 
 
 def _make_scheduler(
-    config: EngineConfig, resolved: Resolved, pages: PageAllocator, drafting: Drafting, drafter: Drafter | None
+    config: EngineConfig,
+    resolved: Resolved,
+    groups: list[PageAllocator],
+    drafting: Drafting,
+    drafter: Drafter | None,
 ) -> Scheduler:
     captures_prompts = ModeSetting(resolved.graph_mode).ragged is not GraphMode.NONE
     return Scheduler(
-        pages,
+        groups,
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         max_prefill_rows=resolved.max_prefill_rows,
@@ -366,6 +380,10 @@ def _log(config: EngineConfig, engine: Engine, clock: _Clock) -> None:
     tokens = (pool.num_pages - 1) * pool.page_size
     when = " as they are used" if engine.memory.device.type == "cpu" else ""
     logger.info("cache: %d pages, %d tokens, %.0f MiB%s", pool.num_pages - 1, tokens, pool.nbytes / 2**20, when)
+    for window in pool.windows:
+        if window is not None:
+            pages = pool.num_pages_of(window) - 1
+            logger.info("cache: of them %d pages for layers that see %d tokens, and keep no more", pages, window)
     logger.info("memory: %s", engine.memory.format())
     engine.memory.check()
     logger.info("drafter: %s", engine.drafter.describe() if engine.drafter else "none")

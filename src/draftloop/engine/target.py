@@ -6,14 +6,14 @@ Shape suffixes: R rows, T tokens, K drafts, C hidden size, V vocabulary, W its e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBatch, GraphSupport
-from draftloop.attention.batches import ragged_batch, tail_batch
+from draftloop.attention.batches import ragged_batch, tail_batch, with_windows
 from draftloop.attention.tree import TreePass, tree_batch
 from draftloop.config.draft_tree import DraftTree
 from draftloop.drafters.base import count_name
@@ -35,6 +35,8 @@ class PagedTarget:
     """What of its attention can be captured."""
     aux_layers: tuple[int, ...] = ()
     """Layers whose inputs a pass leaves in `aux_hidden`."""
+    window_tables: Mapping[int, Tensor] = field(default_factory=dict)
+    """int32 [M, N] each: page tables of layers that let go of what is behind their window, by that."""
 
     def forward(
         self, ids_T: Tensor, batch: AttentionBatch, rows: Tensor, num_per_row: int = 1
@@ -44,6 +46,8 @@ class PagedTarget:
         `rows`: whose tokens they are, each one's `num_per_row` in a row.
         """
         batch = self._with_adapters(batch, rows, num_per_row)
+        if self.window_tables:
+            batch = with_windows(batch, self.window_tables, rows, self.page_size)
         return self.model(ids_T, self.caches, batch, aux_layers=self.aux_layers)
 
     def aux_hidden(self, aux: list[Tensor]) -> dict[str, Tensor]:

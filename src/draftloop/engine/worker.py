@@ -100,7 +100,7 @@ class Worker:
         `shape` covers what the plan needs, and may be larger: a rank runs what others need with padding rows.
         """
         self.order_after_loop()
-        self.rows.map_pages(plan.decodes)
+        self.rows.map_pages([*plan.decodes, *(chunk.sequence for chunk in plan.chunks)])
         if num_steps > 1:
             self.rows.select([sequence.row for sequence in plan.decodes])
             for sequence in plan.decodes:
@@ -171,7 +171,7 @@ class Worker:
 
     def _run_prompts(self, chunks: Many[Chunk], shape: StepShape, flight: StepInFlight) -> None:
         for chunk in chunks:
-            if not chunk.sequence.num_mapped:
+            if not chunk.sequence.held[0].num_mapped:
                 self.rows.admit(chunk.sequence)
         rows = [chunk.sequence.row for chunk in chunks]
         bounds = [0]

@@ -128,9 +128,10 @@ def _attend_kernel(
     end_key = kv_len
     if CAUSAL:
         end_key = tl.maximum(tl.minimum(kv_len, first_position + BLOCK_Q), 0)
-    first_block = 0
+    first_block, first_key = 0, 0
     if WINDOW > 0:
-        first_block = tl.maximum(lowest_position - WINDOW + 1, 0) // BLOCK_N
+        first_key = tl.maximum(lowest_position - WINDOW + 1, 0)
+        first_block = first_key // BLOCK_N
     num_blocks = tl.maximum(tl.cdiv(end_key, BLOCK_N) - first_block, 0)
     begin = first_block + num_blocks * split // num_splits
     end = first_block + num_blocks * (split + 1) // num_splits
@@ -152,6 +153,8 @@ def _attend_kernel(
     page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key < end_key, other=0)
     for _ in tl.range(begin, end):
         key_live = key < end_key
+        if WINDOW > 0:
+            key_live = key_live & (key >= first_key)  # before it pages may be another row's
         # Pages are fetched one block ahead by hand. Left to the pipeliner, that load takes the stages
         # that should keep more keys and values in flight.
         next_key = key + BLOCK_N

@@ -22,6 +22,11 @@ def page_key(before: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(before + array("i", token_ids).tobytes(), digest_size=16).digest()
 
 
+def pages_in_sight(window: int, num_new: int, page_size: int) -> int:
+    """Pages, at most, that hold so many new tokens and all that the first of them sees."""
+    return -(-(window - 1 + num_new) // page_size) + 1
+
+
 def root_key(salt: str | None, generation: int, adapter: int = 0) -> bytes:
     """What stands before the first page: requests of unlike salt or adapter share nothing, nor does what came before a
     reset."""
@@ -30,13 +35,14 @@ def root_key(salt: str | None, generation: int, adapter: int = 0) -> bytes:
 
 
 class PageAllocator:
-    """Hands out page numbers. Page 0 is nobody's: padding writes there.
+    """Hands out the page numbers of one group of layers. Page 0 is nobody's: padding writes there.
 
     A freed page goes to the back of the queue, so that a stale reader is not hidden by luck.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
+    def __init__(self, num_pages: int, page_size: int, window: int | None = None) -> None:
+        """`window`: of the layers; rows give back what lies behind it. None: they see, and keep, all tokens."""
+        self.num_pages, self.page_size, self.window = num_pages, page_size, window
         self.generation = 0
         """Counts resets."""
         self._empty = deque(range(1, num_pages))
@@ -84,6 +90,10 @@ class PageAllocator:
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    def first_seen(self, position: int) -> int:
+        """The first page of a row that its tokens from this position on see."""
+        return 0 if self.window is None else max(position - self.window + 1, 0) // self.page_size
 
     # ---- holding ----------------------------------------------------------------------------
 
@@ -150,6 +160,10 @@ class PageAllocator:
                     del self._kept[page]
                     self._empty.append(page)
                     self._newly_free.add(page)
+
+    def forget_keys(self, keys: Iterable[bytes]) -> None:
+        """`forget` whatever is registered under these."""
+        self.forget([self._page_of[key] for key in keys if key in self._page_of])
 
     def reset(self) -> None:
         """Let nobody find anything that was computed before now."""

@@ -4,7 +4,7 @@ Phases are given row numbers and find everything else here, so the host can laun
 iteration without knowing how many tokens the last one accepted.
 
 Shape suffixes: M rows of the engine, plus one; L longest sequence, plus the draft overhang;
-K draft length; N pages per row; S stop ids; V vocabulary.
+K draft length; N pages per row; S stop ids; U groups of layers; V vocabulary.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ class RowState:
     draft_probs_MKV: Tensor | None
     """float32: distribution that each draft was drawn from; None where drafters draft greedily."""
     page_table_MN: Tensor
-    """int32: pages of the row, in order; NULL_PAGE where none is assigned."""
+    """int32: pages of the row, in order; NULL_PAGE where none is assigned. Of the first group of layers, which has all
+    caches that keep every token, if there are any."""
+    page_tables_UMN: Tensor
+    """The same of each group (`kvcache.pool`), the first among them. Where a group has a window, entries behind it may
+    name pages that the row has no more."""
     temperature_M: Tensor
     top_k_M: Tensor
     top_p_M: Tensor
@@ -83,6 +87,7 @@ class RowState:
         draft_vocab: int,
         device: torch.device,
         overhang: int = 0,
+        num_groups: int = 1,
         vocab_size: int = 0,
         has_adapters: bool = False,
     ) -> RowState:
@@ -104,6 +109,7 @@ class RowState:
             constraints = ConstraintRows.create(
                 num_rows=rows, num_positions=1 + num_drafts, vocab_size=vocab_size, device=device
             )
+        page_tables_UMN = full(num_groups, rows, pages, value=NULL_PAGE)
         return cls(
             constraints=constraints,
             adapter_M=full(rows) if has_adapters else None,
@@ -116,7 +122,8 @@ class RowState:
             draft_limit_M=full(rows),
             drafted_by_M=full(rows),
             draft_probs_MKV=full(rows, num_drafts, draft_vocab, dtype=torch.float32) if draft_vocab else None,
-            page_table_MN=full(rows, pages, value=NULL_PAGE),
+            page_table_MN=page_tables_UMN[0],
+            page_tables_UMN=page_tables_UMN,
             temperature_M=full(rows, dtype=torch.float32),
             top_k_M=full(rows),
             top_p_M=full(rows, value=1, dtype=torch.float32),

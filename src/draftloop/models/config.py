@@ -28,11 +28,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class CacheGroup:
-    """Layers whose keys and values have one shape, and so one cache."""
+    """Layers whose keys and values have one shape, and may have one cache."""
 
-    num_layers: int
+    layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +194,12 @@ class ModelConfig:
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The caches that the model needs."""
-        return (CacheGroup(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim),)
+        layers = tuple(range(self.num_layers))
+        return (CacheGroup(layers=layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim),)
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads."""
+        return layer
 
     @property
     def num_parameters(self) -> int:

@@ -7,7 +7,8 @@ S tokens per page, G key/value heads, D head size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch, Attention
 from draftloop.distributed.group import ALONE, Group
 from draftloop.graphs.phase import Cost
 from draftloop.kvcache.pool import CacheSpec
-from draftloop.models.config import ModelConfig
+from draftloop.models.config import CacheGroup, ModelConfig
 from draftloop.models.output_head import Vocabulary
 from draftloop.models.shards import share
 from draftloop.models.weights import Destination, named_weights
@@ -48,12 +49,29 @@ def attention_shapes(
     ]
 
 
-def cache_specs(config: ModelConfig, dtype: torch.dtype) -> list[CacheSpec]:
-    """What each group of layers keeps per token."""
+def cache_specs(config: ModelConfig, dtype: torch.dtype, *, windows: Collection[int] = ()) -> list[CacheSpec]:
+    """What each group of layers keeps per token. Layers with one of these `windows` let go of what is behind it."""
     return [
-        CacheSpec(num_layers=group.num_layers, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim, dtype=dtype)
-        for group in config.cache_groups
+        CacheSpec(
+            num_layers=group.num_layers,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
+            dtype=dtype,
+            window=window,
+        )
+        for group, window in _cache_parts(config, windows)
     ]
+
+
+def _cache_parts(config: ModelConfig, windows: Collection[int]) -> list[tuple[CacheGroup, int | None]]:
+    """Groups of layers, and the window behind which they let go, if it is one of these."""
+    parts = []
+    for group in config.cache_groups:
+        own = {layer: window if (window := config.window(layer)) in windows else None for layer in group.layers}
+        for window in dict.fromkeys(own.values()):
+            layers = tuple(layer for layer in group.layers if own[layer] == window)
+            parts.append((replace(group, layers=layers), window))
+    return parts
 
 
 def capped(logits_TW: Tensor, cap: float | None, out_TW: Tensor | None) -> Tensor:
@@ -80,9 +98,12 @@ class Decoder(torch.nn.Module, ABC):
     final_norm: Tensor
     lm_head: Tensor
 
-    @abstractmethod
-    def layer_caches(self, caches: Sequence[Tensor]) -> LayerCaches:
-        """The cache that each layer reads, from those of `cache_specs`, in order."""
+    def layer_caches(self, caches: Sequence[Tensor], *, windows: Collection[int] = ()) -> LayerCaches:
+        """The cache that each layer reads, from those of `cache_specs` for the same `windows`, in order."""
+        found: dict[int, Tensor] = {}
+        for (group, _), cache in zip(_cache_parts(self.config, windows), caches, strict=True):
+            found |= zip(group.layers, cache.unbind(0), strict=True)
+        return [found[self.config.kv_layer(layer)] for layer in range(self.config.num_layers)]
 
     @abstractmethod
     def forward(

@@ -8,7 +8,7 @@ P pages, S tokens per page, G key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -101,10 +101,6 @@ class DenseDecoder(Decoder):
     def embed(self, token_ids_T: Tensor) -> Tensor:
         embedded_TC = super().embed(token_ids_T)
         return embedded_TC if self.embedding_scale == 1 else embedded_TC * self.embedding_scale
-
-    def layer_caches(self, caches: Sequence[Tensor]) -> LayerCaches:
-        (kv_L2PSGD,) = caches
-        return kv_L2PSGD.unbind(0)
 
     def forward(
         self, token_ids_T: Tensor, caches: LayerCaches, batch: AttentionBatch, *, aux_layers: tuple[int, ...] = ()

@@ -156,10 +156,6 @@ class FallbackDecoder(Decoder):
             )
         layers[-1].register_forward_hook(lambda _, args, out: keep(count, out[0] if isinstance(out, tuple) else out))
 
-    def layer_caches(self, caches: Sequence[Tensor]) -> LayerCaches:
-        (kv_L2PSGD,) = caches
-        return kv_L2PSGD.unbind(0)
-
     def embed(self, token_ids_T: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(token_ids_T)
 

@@ -11,7 +11,7 @@ S tokens per page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +94,7 @@ class Gemma4Attention(torch.nn.Module):
 
     def forward(self, x_TC: Tensor, kv_2PSGD: Tensor, positions_T: Tensor, kind: Kind, batch: AttentionBatch) -> Tensor:
         """[T, C] -> [T, C]. Keys and values of this pass, where there are any, are written to the cache first."""
+        batch = batch.of(kind.window)
         qkv_TE = linear(x_TC, self.qkv_weight, self.qkv_bias)
         if self.has_kv:
             q_THD = rope_write(
@@ -255,11 +256,6 @@ class Gemma4Decoder(Decoder):
         self.own_projection_weight = make(packed, hidden) if own else None
         self.own_norm = make(own) if own else None
         self.own_scale = torch.tensor(own**0.5, dtype=dtype).item()
-
-    def layer_caches(self, caches: Sequence[Tensor]) -> LayerCaches:
-        views = {kind: iter(cache.unbind(0)) for kind, cache in zip(self.gemma.cache_kinds, caches, strict=True)}
-        own = [next(views[kind]) for kind in self.gemma.layer_types[: self.gemma.num_own_layers]]
-        return [own[self.gemma.kv_layer(layer)] for layer in range(self.gemma.num_layers)]
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         return F.embedding(token_ids_T, self.embed_tokens) * self.embed_scale

@@ -94,7 +94,6 @@ class Gemma4Config(ModelConfig):
         return max((i for i in range(self.num_own_layers) if self.layer_types[i] == kind), default=None)
 
     def kv_layer(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads."""
         if layer < self.num_own_layers:
             return layer
         found = self.last_own_layer(self.layer_types[layer])
@@ -108,9 +107,9 @@ class Gemma4Config(ModelConfig):
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        own = self.layer_types[: self.num_own_layers]
+        own = {kind: tuple(i for i in range(self.num_own_layers) if self.layer_types[i] == kind) for kind in KINDS}
         return tuple(
-            CacheGroup(num_layers=own.count(kind), num_kv_heads=self.kv_heads(kind), head_dim=self.head_size(kind))
+            CacheGroup(layers=own[kind], num_kv_heads=self.kv_heads(kind), head_dim=self.head_size(kind))
             for kind in self.cache_kinds
         )
 

@@ -99,7 +99,7 @@ class Attention(torch.nn.Module):
     def attend(self, q_THD: Tensor, kv_2PSGD: Tensor, batch: AttentionBatch, backend: AttentionBackend) -> Tensor:
         """What `write` returns -> what the output projection reads, [T, heads * head size]."""
         # allocated here: a piecewise graph breaks at the call, and its next segment reads this memory
-        out_THD = torch.empty_like(q_THD)
+        out_THD, batch = torch.empty_like(q_THD), batch.of(self.window)
         batch.attend(
             lambda: backend.attend(q_THD, kv_2PSGD, batch, out_THD, sliding_window=self.window, sinks_H=self.sinks)
         )
@@ -120,7 +120,7 @@ class Attention(torch.nn.Module):
         return rope_write(
             qkv,
             batch.positions_T,
-            batch.slots_T,
+            batch.of(self.window).slots_T,
             cos_sin_LD,
             kv_2PSGD,
             num_heads=self.num_heads,

@@ -48,6 +48,47 @@ class Adapter:
     """Counts what was loaded, from 1: what one left in the prefix cache, no later one of its slot or name finds."""
 
 
+@dataclass(kw_only=True)
+class HeldPages:
+    """The pages of one group of layers that a row has."""
+
+    ids: list[int] = field(default_factory=list)
+    first: int = 0
+    """Where in the row the first of them is. Those before it are behind the window of all tokens to come."""
+    num_mapped: int = 0
+    """Up to here the device's page table has them."""
+    num_stale: int = 0
+    """From there up to here it has pages that the row has lost."""
+    copied: int | None = None
+    """Held until the device has copied it to the row's own page, in which the prompt goes on: the last one found."""
+
+    @property
+    def end(self) -> int:
+        """Pages that the row has had, so that its tokens may fill as many."""
+        return self.first + len(self.ids)
+
+    def map(self, null_page: int) -> tuple[int, list[int]]:
+        """From where on the device's table is to be changed, and to what; from now on that counts as done."""
+        start, new = self.num_mapped, self.ids[self.num_mapped - self.first :]
+        new += [null_page] * (self.num_stale - self.end)
+        self.num_mapped, self.num_stale = self.end, 0
+        return start, new
+
+    def release(self, count: int) -> list[int]:
+        """Take the first ones out."""
+        released, self.ids = self.ids[:count], self.ids[count:]
+        self.first += count
+        return released
+
+    def shorten(self, count: int) -> list[int]:
+        """Take the last ones out, of which the device is to be told."""
+        lost = self.ids[-count:]
+        del self.ids[-count:]
+        self.num_stale = max(self.num_stale, self.num_mapped)
+        self.num_mapped = min(self.num_mapped, self.end)
+        return lost
+
+
 @dataclass(kw_only=True, eq=False)
 class Sequence:
     """A request while the engine holds it."""
@@ -82,13 +123,8 @@ class Sequence:
     """Prompt and output together never exceed this many tokens."""
     stage: Stage = Stage.WAITING
     row: int = -1
-    pages: list[int] = field(default_factory=list)
-    num_mapped: int = 0
-    """How many of them the device's page table has."""
-    num_stale: int = 0
-    """Behind those, entries of that table which the row has lost."""
-    copied_page: int | None = None
-    """Held until the device has copied it to the row's own page at this place, `num_prefilled`: the last one found."""
+    held: list[HeldPages] = field(default_factory=list)
+    """Its pages, of each group of layers; none while it has no row."""
     page_keys: list[bytes] = field(default_factory=list)
     """What its full pages are registered under, as far as that has been asked."""
     generation: int = 0

@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
 from draftloop.kvcache.pages import PageAllocator, page_key, root_key
 from draftloop.scheduler.batch import Sequence
 
 
-def find_prefix(sequence: Sequence, pages: PageAllocator, *, num_rerun: int) -> list[int]:
-    """Pages that a waiting request can take over. Of what they hold the last `num_rerun` tokens run again."""
-    found = pages.find(_page_keys(sequence, sequence.num_to_prefill, pages))
+class Prefix(NamedTuple):
+    """What was found of a waiting request's first tokens."""
+
+    num_pages: int
+    """Pages that these tokens fill, behind a window too."""
+    num_tokens: int
+    """Those that need not run. The others begin in the last page found."""
+    found: list[list[int]]
+    """Pages that it can take over, of each group: the last ones, as far as the tokens that run see."""
+
+
+def find_prefix(sequence: Sequence, groups: Many[PageAllocator], *, num_rerun: int) -> Prefix:
+    """The longest of which all groups have what is needed. Of what it holds the last `num_rerun` tokens run again."""
+    size = groups[0].page_size
+    keys = _page_keys(sequence, sequence.num_to_prefill, groups[0])
     # only the last page held may be written again, so that what runs again must begin in it
-    return found[: max(len(found) - (num_rerun - 1) // pages.page_size, 0)]
+    beyond, in_last_page = divmod(num_rerun - 1, size)
+    whole = [pages for pages in groups if pages.window is None]
+    count = min((len(pages.find(keys)) for pages in whole), default=len(keys)) - beyond
+    while count > 0:
+        num_tokens = count * size - in_last_page - 1
+        found = [pages.find(reversed(keys[pages.first_seen(num_tokens) : count]))[::-1] for pages in groups]
+        gaps = [
+            count - 1 - len(ids)
+            for pages, ids in zip(groups, found, strict=True)
+            if len(ids) < count - pages.first_seen(num_tokens)
+        ]
+        if not gaps:
+            return Prefix(count, num_tokens, found)
+        count = min(gaps)  # nothing that ends behind a page that is missing, but within its window, will do
+    return Prefix(0, 0, [[] for _ in groups])
 
 
-def register_prefix(sequence: Sequence, num_tokens: int, pages: PageAllocator) -> None:
+def register_prefix(sequence: Sequence, num_tokens: int, groups: Many[PageAllocator]) -> None:
     """Let others find the pages that its first `num_tokens` fill, unless the cache has been reset meanwhile."""
-    if sequence.generation != pages.generation:
+    if sequence.generation != groups[0].generation:
         return
-    new = range(sequence.num_registered, num_tokens // pages.page_size)
-    keys = _page_keys(sequence, num_tokens, pages) if new else []
+    new = range(sequence.num_registered, num_tokens // groups[0].page_size)
+    keys = _page_keys(sequence, num_tokens, groups[0]) if new else []
     for page in new:
-        pages.register(sequence.pages[page], keys[page])
+        for pages, held in zip(groups, sequence.held, strict=True):
+            if page >= held.first:
+                pages.register(held.ids[page - held.first], keys[page])
         sequence.num_registered = page + 1
 
 

@@ -15,16 +15,10 @@ from draftloop.errors import RequestError
 from draftloop.kvcache.pages import PageAllocator
 from draftloop.scheduler.batch import Chunk, Sequence, Stage, StepPlan
 from draftloop.scheduler.drafting import Drafting, FixedDrafts
-from draftloop.scheduler.prefixes import find_prefix, register_prefix
+from draftloop.scheduler.prefixes import Prefix, register_prefix
+from draftloop.scheduler.row_pages import RowPages
 
 NOTHING = StepPlan(chunks=(), decodes=())
-
-TOKENS_AHEAD = 64
-"""A row that needs a page gets pages for this many more tokens, where that takes nothing from anybody."""
-FEW_STEPS = 8
-"""Steps that a device loop may make at once while pages are scarce."""
-REUSABLE_SHARE = 4
-"""A longer loop takes at most one in so many of the pages that are only kept for prefixes to be found in."""
 
 
 class Scheduler:
@@ -32,7 +26,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pages: PageAllocator,
+        groups: Many[PageAllocator],
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -45,16 +39,20 @@ class Scheduler:
         num_rerun: int = 1,
         prompt_sizes: Many[int] = (),
     ) -> None:
-        """`num_drafts` is the most that a step may draft; `drafting` chooses how many it does, the most by default.
+        """`groups`: pages of each group of layers, of which those that keep all tokens come first.
+
+        `num_drafts` is the most that a step may draft; `drafting` chooses how many it does, the most by default.
 
         `num_rerun`: tokens at the end of a prefix found in the caches that run again, 1 or more.
         `prompt_sizes`: tokens that the graphs of prompts take, rising; none where prompts have no graphs.
         """
-        self.pages = pages
+        self.row_pages = RowPages(
+            groups, num_drafts=num_drafts, num_rerun=num_rerun, max_num_batched_tokens=max_num_batched_tokens
+        )
         self.max_num_batched_tokens, self.max_prefill_rows = max_num_batched_tokens, max_prefill_rows
         self.min_prefill_rows = min_prefill_rows
         self.max_model_len, self.num_drafts = max_model_len, num_drafts
-        self.prefix_caching, self.num_rerun, self.prompt_sizes = prefix_caching, num_rerun, prompt_sizes
+        self.prefix_caching, self.prompt_sizes = prefix_caching, prompt_sizes
         self.drafting = drafting or FixedDrafts(num_drafts)
         self.waiting: list[Sequence] = []
         """In the order in which they are served."""
@@ -76,19 +74,25 @@ class Scheduler:
             )
         room = limit - sequence.num_prompt
         sequence.max_total = sequence.num_prompt + min(sequence.params.max_tokens or room, room)
-        need = self.pages_needed(sequence)
-        if need > self.pages.capacity:
-            raise RequestError(
-                f"{sequence.num_prompt} prompt tokens and up to {sequence.max_total - sequence.num_prompt} new ones "
-                f"need {need} pages of {self.pages.page_size} tokens, but the cache has {self.pages.capacity}; "
-                f"lower max_tokens, or give the cache more memory (--kv-cache-memory-bytes)"
-            )
+        for pages in self.groups:
+            if (need := self.row_pages.needed(sequence, pages)) > pages.capacity:
+                raise RequestError(
+                    f"{sequence.num_prompt} prompt tokens and up to {sequence.max_total - sequence.num_prompt} new "
+                    f"ones need {need} pages of {pages.page_size} tokens, but the cache has {pages.capacity}; "
+                    f"lower max_tokens, or give the cache more memory (--kv-cache-memory-bytes)"
+                )
         sequence.acceptance_histogram = [0] * (self.num_drafts + 1)
         insort(self.waiting, sequence, key=_order)
 
-    def pages_needed(self, sequence: Sequence) -> int:
-        """Pages for the longest this request can get, and for drafts that reach past its end."""
-        return self.pages.pages_for(sequence.max_total + self.num_drafts)
+    @property
+    def groups(self) -> list[PageAllocator]:
+        """Who holds which page, of each group of layers."""
+        return self.row_pages.groups
+
+    @property
+    def num_pages_held(self) -> int:
+        """Of all groups together."""
+        return sum(pages.capacity - pages.num_free for pages in self.groups)
 
     @property
     def idle(self) -> bool:
@@ -107,7 +111,7 @@ class Scheduler:
         return plan
 
     def _plan(self, *, settled: bool) -> StepPlan | None:
-        """None: a request that outranks one that runs waits for its pages."""
+        """None: a request that outranks one that runs, or a prompt that goes on, waits for its pages."""
         decodes = [s for s in self.running if s.stage is Stage.DECODE]
         preempted = self.num_preemptions
         if not self._grow(decodes, settled=settled):
@@ -118,7 +122,12 @@ class Scheduler:
         budget = self._prompt_budget(len(decodes) * (1 + num_drafts))
         chunks: list[Chunk] = []
         for sequence in (s for s in self.running if s.stage is Stage.PREFILL):
-            budget = self._add_chunk(chunks, sequence, budget)
+            if budget <= 0 or len(chunks) == self.max_prefill_rows:
+                break
+            room = self._prompt_room(sequence, decodes)
+            if not room:
+                return None if settled else NOTHING
+            budget -= self._add_chunk(chunks, sequence, min(budget, room))
         admits = not self._gathers()
         while admits and preempted == self.num_preemptions and budget > 0 and len(chunks) < self.max_prefill_rows:
             sequence = self._next_waiting()
@@ -134,7 +143,7 @@ class Scheduler:
                     return NOTHING
                 break
             self.waiting.remove(sequence)
-            budget = self._add_chunk(chunks, sequence, budget)
+            budget -= self._add_chunk(chunks, sequence, min(budget, self._prompt_room(sequence, decodes)))
         return StepPlan(chunks=tuple(chunks), decodes=tuple(decodes), num_drafts=num_drafts)
 
     def _num_joining(self, decodes: Many[Sequence]) -> int:
@@ -158,7 +167,7 @@ class Scheduler:
         sequence = self._next_waiting()
         if sequence is None or self._gathers():
             return False
-        return self._fits(sequence, self._find_pages(sequence)) or self._outranks(sequence)
+        return self._fits(sequence, self._find_prefix(sequence)) or self._outranks(sequence)
 
     def _gathers(self) -> bool:
         """Prompts wait for more rows to become free, so that they run together; none that others give way to."""
@@ -171,22 +180,29 @@ class Scheduler:
         """The first whose grammar is compiled."""
         return next((s for s in self.waiting if not s.is_compiling), None)
 
-    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+    def _prompt_room(self, sequence: Sequence, decodes: Many[Sequence]) -> int:
+        """Tokens of a prompt that have pages, or get them."""
+        room = self.row_pages.advance(sequence)
+        if not room:
+            self.row_pages.take_back(decodes)
+            room = self.row_pages.advance(sequence)
+        return room
+
+    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, most: int) -> int:
+        """Returns how many tokens of the prompt, up to `most`, run."""
         left = sequence.num_to_prefill - sequence.num_prefilled
-        count = min(budget, left)
-        if count > 0 and len(chunks) < self.max_prefill_rows:
-            completes = count == left
-            chunks.append(
-                Chunk(
-                    sequence=sequence,
-                    start=sequence.num_prefilled,
-                    count=count,
-                    completes_prompt=completes,
-                    emits=completes and not sequence.output_ids,
-                )
+        count = min(most, left)
+        completes = count == left
+        chunks.append(
+            Chunk(
+                sequence=sequence,
+                start=sequence.num_prefilled,
+                count=count,
+                completes_prompt=completes,
+                emits=completes and not sequence.output_ids,
             )
-            return budget - count
-        return budget
+        )
+        return count
 
     def launched(self, plan: StepPlan, *, num_steps: int = 1, fed: bool = True) -> None:
         """Note that a step is on its way: its prompts advance and, when complete, decode next.
@@ -196,9 +212,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_prefilled = chunk.end
-            if sequence.copied_page is not None:
-                self.pages.free([sequence.copied_page])
-                sequence.copied_page = None
+            self.row_pages.copied(sequence)
             self._register(sequence, chunk.end)  # whoever is launched later finds it filled
             if chunk.completes_prompt:
                 sequence.stage = Stage.DECODE
@@ -220,74 +234,44 @@ class Scheduler:
         """Somebody waits although there are rows."""
         return bool(self.waiting and self._free_rows) and not self._gathers()
 
-    def _pages_ahead(self, num_tokens: int, sequence: Sequence, num_steps: int = 1) -> int:
-        """Pages for a row that has at most `num_tokens` and makes some steps more, drafts of the last one included."""
-        longest = min(num_tokens + num_steps * (1 + self.num_drafts), sequence.max_total)
-        return self.pages.pages_for(longest + self.num_drafts)
-
-    def _pages_short(self, sequence: Sequence, num_steps: int = 1) -> int:
-        """Pages that a row needs to make some steps more, however far those in flight get; negative: it has more."""
-        num_steps += sequence.steps_in_flight
-        return self._pages_ahead(sequence.num_tokens, sequence, num_steps) - len(sequence.pages)
-
     def _grow(self, decodes: list[Sequence], *, settled: bool) -> bool:
         """Give each row pages for its next step. False if that has to wait for what is in flight."""
-        growing = [(s, short) for s in decodes if (short := self._pages_short(s)) > 0]
+        for sequence in decodes:
+            self.row_pages.let_go(sequence, sequence.num_tokens - 1)  # its last token is the bonus token, or before it
+        return all(self._grow_in(group, decodes, settled=settled) for group in range(len(self.groups)))
+
+    def _grow_in(self, group: int, decodes: list[Sequence], *, settled: bool) -> bool:
+        """`_grow`, of one group's pages."""
+        pages, short_of = self.groups[group], self.row_pages.short
+        growing = [(s, short) for s in decodes if s.stage is Stage.DECODE and (short := short_of(s, group)) > 0]
         need = sum(short for _, short in growing)
-        if need > self.pages.num_free:
-            self._take_back(decodes)
-        while need > self.pages.num_free:
+        if need > pages.num_free:
+            self.row_pages.take_back([s for s in decodes if s.stage is Stage.DECODE])
+        while need > pages.num_free:
             if not settled:
                 return False
             self.preempt(self._last_running())
             growing = [(s, short) for s, short in growing if s.stage is Stage.DECODE]
             need = sum(short for _, short in growing)
-        spare = 0 if self._are_pages_scarce() else self.pages.num_empty - need
-        for sequence, short in growing:
-            more = min(self.pages.pages_for(TOKENS_AHEAD), self.pages_needed(sequence) - len(sequence.pages) - short)
-            if more > spare - len(self.running):
-                more = 0
-            spare -= more
-            sequence.pages += self.pages.allocate(short + more)
+        spare = 0 if self._are_pages_scarce() else pages.num_empty - need
+        self.row_pages.grow(growing, group, spare=spare, num_running=len(self.running))
         return True
 
     def reserve(self, plan: StepPlan, most: int) -> int:
         """Decoding steps, up to `most`, for which a plan's rows then have pages. It has those for one already."""
-        if self._are_pages_scarce():
-            most = min(most, FEW_STEPS)
-        num_free, num_empty = self.pages.num_free, self.pages.num_empty
-        while most > 1:
-            short = [max(self._pages_short(s, most), 0) for s in plan.decodes]
-            few = most <= FEW_STEPS
-            if sum(short) <= (num_free if few else num_empty + (num_free - num_empty) // REUSABLE_SHARE):
-                for sequence, count in zip(plan.decodes, short, strict=True):
-                    sequence.pages += self.pages.allocate(count)
-                return most
-            most //= 2
-        return 1
-
-    def _take_back(self, decodes: Many[Sequence]) -> None:
-        """Free the pages that rows have beyond their next step."""
-        for sequence in decodes:
-            spare = -self._pages_short(sequence)
-            if spare > 0:
-                self.pages.free(sequence.pages[-spare:])
-                del sequence.pages[-spare:]
-                sequence.num_stale = max(sequence.num_stale, sequence.num_mapped)
-                sequence.num_mapped = min(sequence.num_mapped, len(sequence.pages))
+        return self.row_pages.reserve(plan.decodes, most, are_scarce=self._are_pages_scarce())
 
     # ---- prefixes ---------------------------------------------------------------------------
 
-    def _find_pages(self, sequence: Sequence) -> list[int]:
-        """Pages that hold what its first tokens would fill them with."""
+    def _find_prefix(self, sequence: Sequence) -> Prefix:
         if not self.prefix_caching or sequence.reports_prompt:
-            return []
-        return find_prefix(sequence, self.pages, num_rerun=self.num_rerun)
+            return self.row_pages.nothing()
+        return self.row_pages.find(sequence)
 
     def _register(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the pages that its first `num_tokens` fill."""
         if self.prefix_caching:
-            register_prefix(sequence, num_tokens, self.pages)
+            register_prefix(sequence, num_tokens, self.groups)
 
     def _register_output(self, sequence: Sequence) -> None:
         """The bonus token is not in the caches yet."""
@@ -297,45 +281,24 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Nothing that was computed before now is found again. What runs goes on with the pages that it has."""
-        self.pages.reset()
+        for pages in self.groups:
+            pages.reset()
         for sequence in self.waiting:
             sequence.page_keys.clear()
 
     # ---- rows -------------------------------------------------------------------------------
 
-    def _is_last_held(self, found: Many[int]) -> bool:
-        return bool(found) and self.pages.num_holders(found[-1]) > 0
-
-    def _pages_to_admit(self, sequence: Sequence, found: Many[int]) -> int:
-        """Pages that it needs beside those found: for its prompt, and one block of drafts ahead."""
-        first = self._pages_ahead(sequence.num_to_prefill + 1, sequence)
-        return first - len(found) + self._is_last_held(found)
-
-    def _fits(self, sequence: Sequence, found: Many[int]) -> bool:
-        """There is a row for it, and pages, with one to spare for each running request, which will need it."""
-        kept = sum(self.pages.num_holders(page) == 0 for page in found)
-        need = self._pages_to_admit(sequence, found) + len(self.running)
-        return bool(self._free_rows) and need <= self.pages.num_free - kept
+    def _fits(self, sequence: Sequence, prefix: Prefix) -> bool:
+        return bool(self._free_rows) and self.row_pages.fits(sequence, prefix, num_running=len(self.running))
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting request a row and pages, those found among them.
-
-        The last tokens found run again: what a drafter keeps of them may depend on tokens after them, which are
-        another request's. So the last page found becomes the row's own, by copying it where somebody else holds it.
-        """
-        found = self._find_pages(sequence)
-        if not self._fits(sequence, found):
-            self._take_back([s for s in self.running if s.stage is Stage.DECODE])
-            if not self._fits(sequence, found):
+        """Give a waiting request a row and pages, those found among them."""
+        prefix = self._find_prefix(sequence)
+        if not self._fits(sequence, prefix):
+            self.row_pages.take_back([s for s in self.running if s.stage is Stage.DECODE])
+            if not self._fits(sequence, prefix):
                 return False
-        need = self._pages_to_admit(sequence, found)
-        in_last_page = (self.num_rerun - 1) % self.pages.page_size + 1
-        sequence.num_prefilled = max(len(found) * self.pages.page_size - in_last_page, 0)
-        sequence.copied_page = found[-1] if self._is_last_held(found) else None
-        self.pages.hold(found)
-        shared = found if sequence.copied_page is None else found[:-1]
-        sequence.pages = shared + self.pages.allocate(need)
-        sequence.num_registered, sequence.generation = len(shared), self.pages.generation
+        self.row_pages.admit(sequence, prefix)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_prefilled
         sequence.row = self._free_rows.pop()
@@ -355,7 +318,7 @@ class Scheduler:
         self._release(sequence)
         sequence.stage = Stage.WAITING
         sequence.has_drafts = True
-        if sequence.generation != self.pages.generation:
+        if sequence.generation != self.groups[0].generation:
             sequence.page_keys.clear()
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -367,17 +330,13 @@ class Scheduler:
         sequence.stage = Stage.FINISHED
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.finish_reason == "error":
-            self.pages.forget(sequence.pages)  # they may hold NaN
-        elif sequence.stage is Stage.DECODE:
+        is_sound = sequence.finish_reason != "error"  # else pages may hold NaN
+        if is_sound and sequence.stage is Stage.DECODE:
             self._register_output(sequence)
         self.running.remove(sequence)
         self._free_rows.append(sequence.row)
-        self.pages.free(sequence.pages)
-        if sequence.copied_page is not None:
-            self.pages.free([sequence.copied_page])
-        sequence.row, sequence.pages, sequence.copied_page = -1, [], None
-        sequence.num_mapped = sequence.num_stale = sequence.num_registered = 0
+        self.row_pages.release(sequence, is_sound=is_sound)
+        sequence.row = -1
         sequence.num_prefilled = sequence.steps_in_flight = 0
 
     def abort(self, sequence: Sequence) -> None:

@@ -244,7 +244,7 @@ class EngineServer:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_compiling=len(self._compiling),
-            num_pages_in_use=scheduler.pages.capacity - scheduler.pages.num_free,
+            num_pages_in_use=scheduler.num_pages_held,
             num_preemptions=scheduler.num_preemptions,
             cached_prompt_tokens=stats.num_cached_prompt_tokens,
         )
@@ -327,7 +327,7 @@ def _ready(engine: Engine) -> Ready:
         vocab_size=engine.model_config.vocab_size,
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
-        num_pages=pool.num_pages - 1,
+        num_pages=sum(pages.capacity for pages in engine.core.scheduler.groups),
         page_size=pool.page_size,
         num_spec_tokens=engine.core.stats.num_drafts,
         sampling_defaults=engine.sampling_defaults,

@@ -70,7 +70,7 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     num_pages: int
-    """Cache pages for requests."""
+    """Cache pages for requests, of all groups of layers."""
     page_size: int
     num_spec_tokens: int
     sampling_defaults: dict[str, Any] = {}
