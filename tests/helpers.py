@@ -304,15 +304,14 @@ def run_through(llm: LLM, after_step: Callable[[], None] | None = None) -> dict[
     raise AssertionError("the engine never became idle")
 
 
-def shrink(llm: LLM, num_pages: int) -> None:
+def shrink(llm: LLM, num_pages: int, by_window: Mapping[int | None, int] | None = None) -> None:
     """Let an engine, which must be idle and is used for nothing else, have fewer pages than memory allows: so many of
-    each group of layers."""
+    each group of layers, or as `by_window` says."""
     core, table, pool = llm.engine.core, llm.engine.table, llm.engine.pool
     assert core.idle
     assert num_pages <= pool.num_pages
-    groups = [
-        PageAllocator(min(num_pages, pool.num_pages_of(window)), pool.page_size, window) for window in pool.windows
-    ]
+    counts = {window: min(num_pages, pool.num_pages_of(window)) for window in pool.windows} | dict(by_window or {})
+    groups = [PageAllocator(counts[window], pool.page_size, window) for window in pool.windows]
     core.scheduler.groups[:] = groups
 
     def poison() -> None:

@@ -177,7 +177,8 @@ def test_drafting_writes_nothing_to_the_targets_caches():
         for name in drafter.rounds(sampled=False).first:
             table.run(name, 1)
         assert torch.equal(state.drafts_MK, drafts)
-        assert all(torch.equal(one[:, :, 1:], other[:, :, 1:]) for one, other in zip(before, pool.caches, strict=True))
+        for one, other in zip(before, pool.caches, strict=True):  # pages of nobody may hold NaN
+            torch.testing.assert_close(one[:, :, 1:], other[:, :, 1:], rtol=0, atol=0, equal_nan=True)
 
     steps(llm, [prompts(4)[2] * 3], 8, check)
 

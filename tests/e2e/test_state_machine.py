@@ -7,6 +7,7 @@ traffic is printed as data: keep it in `KEPT`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from hypothesis import strategies as st
 
 from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.llm import LLM
+from draftloop.kvcache.pages import pages_in_sight
 from draftloop.scheduler.drafting import DWELL, DraftsByRows
+from draftloop.scheduler.row_pages import tokens_per_step
 from example_drafters import example_configs, works_on_host
 from helpers import assert_all_free, check_books, engine, example_target, greedy, oracle, shrink
+from transformers_models import LONGER_WINDOW, tiny_of
 
 load_drafters()
 
@@ -185,9 +189,18 @@ def by_rows(most: int) -> list[list[int]]:
     return [[1, 1, 0], [2, 2, most], [3, NUM_ROWS, 1]]
 
 
-def make(case: Any, *, spare_pages: int, page_size: int, kind: str, follows: bool = False) -> LLM:
-    spec = example_configs()[case[0]][case[1]] if case else None
-    if follows and spec and DRAFTERS[case[0]].follows_load and "speculative_token_tree" not in spec:
+def make(
+    case: Any,
+    *,
+    spare_pages: int,
+    page_size: int,
+    kind: str,
+    follows: bool = False,
+    model: str | None = None,
+    spec: dict[str, Any] | None = None,
+) -> LLM:
+    spec = example_configs()[case[0]][case[1]] if case else spec
+    if follows and spec and DRAFTERS[spec["method"]].follows_load and "speculative_token_tree" not in spec:
         most = spec["num_speculative_tokens"]
         spec = {**spec, "num_speculative_tokens_per_batch_size": by_rows(most)}
     on_host = case is not None and works_on_host(*case)
@@ -195,6 +208,7 @@ def make(case: Any, *, spare_pages: int, page_size: int, kind: str, follows: boo
     if kind == "loop" and not on_host and (case is None or DRAFTERS[case[0]].drafts):
         settings |= {"cudagraph_mode": "FULL", "device_loop": 7}
     llm = engine(
+        model,
         speculative_config=spec,
         max_num_seqs=NUM_ROWS,
         max_prefill_rows=2,
@@ -205,7 +219,9 @@ def make(case: Any, *, spare_pages: int, page_size: int, kind: str, follows: boo
         poison=True,
         **settings,
     )
-    shrink(llm, ROOM_FOR_ONE * 16 // page_size + spare_pages)
+    windows = [window for window in llm.engine.pool.windows if window is not None]
+    sight = {w: pages_in_sight(w, tokens_per_step(2), page_size) + 1 + spare_pages // 2 for w in windows}
+    shrink(llm, ROOM_FOR_ONE * 16 // page_size + spare_pages, by_window=sight)
     scheduler = llm.engine.core.scheduler
     if isinstance(scheduler.drafting, DraftsByRows):  # as new, whatever was run before
         scheduler.drafting = DraftsByRows(scheduler.drafting.counts, by_rows(scheduler.num_drafts))
@@ -221,6 +237,27 @@ def test_any_traffic(case, request):
         llm = make(case, **how)
         Traffic(llm, model, exact=exact).run(actions)
 
+    run_traffic(body, request)
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize("name", ["gemma3 of longer windows", "mistral"])
+def test_any_traffic_through_windows(name, drafts, request):
+    """Layers that let go of what is behind their window, with pages for what one row sees, and few more."""
+    model = tiny_of(name)
+    near = tiny_of(name, noise=0.01)
+    spec = {"method": "draft_model", "model": near, "num_speculative_tokens": 2} if drafts else None
+
+    def body(how: dict[str, Any], actions: list[Any]) -> None:
+        llm = make(None, **how, model=model, spec=spec)
+        assert LONGER_WINDOW in llm.engine.pool.windows
+        Traffic(llm, model, exact=True).run(actions)
+
+    run_traffic(body, request)
+
+
+def run_traffic(body: Callable[[dict[str, Any], list[Any]], None], request: pytest.FixtureRequest) -> None:
+    """What was kept, and what is made up now."""
     test = settings(
         max_examples=request.config.getoption("--traffic-examples"),
         print_blob=True,
