@@ -240,8 +240,7 @@ def test_any_traffic(case, request):
     run_traffic(body, request)
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
-@pytest.mark.parametrize("name", ["gemma3 of longer windows", "mistral"])
+@pytest.mark.parametrize(("name", "drafts"), [("gemma3 of longer windows", True), ("mistral", False)])
 def test_any_traffic_through_windows(name, drafts, request):
     """Layers that let go of what is behind their window, with pages for what one row sees, and few more."""
     model = tiny_of(name)

@@ -33,7 +33,7 @@ from trees import Knowing
 
 MIXED, ALL = "gemma3 of longer windows", "mistral"
 """Layers with and without a window, and layers with one alone."""
-NUM_TOKENS = 60
+NUM_TOKENS = 50
 SIZES = {"max_model_len": 192, "max_num_batched_tokens": 40, "cudagraph_capture_sizes": (2, 4), "max_num_seqs": 4}
 
 
@@ -84,9 +84,9 @@ def run(llm: LLM, asked: list[list[int]]) -> list[list[int]]:
     return [found[str(index)] for index in range(len(asked))]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [MIXED, ALL])
+@pytest.mark.parametrize(("name", "mode"), [*((MIXED, mode) for mode in MODES), (ALL, "FULL")])
 def test_text_far_past_the_window_is_what_transformers_says(name, mode):
+    """B44, and what is behind the window is given to others meanwhile."""
     llm = make(name, spec=drafted(name), cudagraph_mode=mode)
     assert llm.engine.pool.windows == [None, LONGER_WINDOW], "what the drafter keeps is whole"
     asked = long_prompts()
@@ -97,18 +97,18 @@ def test_text_far_past_the_window_is_what_transformers_says(name, mode):
 @pytest.mark.parametrize("name", [MIXED, ALL])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"spec": {"method": "ngram", "num_speculative_tokens": 3}}, {"cudagraph_mode": "FULL", "device_loop": 7}],
-    ids=["plain", "ngram", "loop"],
+    [{"spec": {"method": "ngram", "num_speculative_tokens": 3}}, {"cudagraph_mode": "FULL", "device_loop": 7}],
+    ids=["ngram", "loop"],
 )
-def test_without_a_drafter_by_lookup_and_in_loops(name, settings):
+def test_lookup_and_loops_of_steps_without_drafts(name, settings):
     llm = make(name, **settings)
     assert llm.engine.pool.windows == ([None] if name == MIXED else []) + [LONGER_WINDOW]
     asked = long_prompts()
     assert run(llm, asked) == [expected(name, tuple(prompt)) for prompt in asked]
 
 
-def test_a_row_of_any_length_holds_its_window(monkeypatch):
-    """At the end of 160 tokens a layer that sees 24 has what it sees and may reach, where others have all."""
+def test_a_row_of_any_length_holds_its_window():
+    """At the end of 120 tokens a layer that sees 24 has what it sees and may reach, where others have all."""
     llm = make(MIXED, async_scheduling=False)
     core, held = llm.engine.core, []
     core.add("a", long_prompts(1)[0], greedy(NUM_TOKENS))
@@ -116,7 +116,7 @@ def test_a_row_of_any_length_holds_its_window(monkeypatch):
     whole, window = zip(*(counts for counts in held if counts), strict=True)
     assert max(whole) >= (70 + NUM_TOKENS) // 16
     assert max(window) <= pages_in_sight(LONGER_WINDOW, 66, 16)
-    assert window[-1] < whole[-1] - 3
+    assert window[-1] < whole[-1] - 2
 
 
 def test_trees_of_drafts_roll_back_across_the_window_s_edge(monkeypatch):
@@ -137,8 +137,7 @@ def test_trees_of_drafts_roll_back_across_the_window_s_edge(monkeypatch):
 # ---- prefixes -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [MIXED, ALL])
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize(("name", "drafts"), [(MIXED, True), (ALL, False)])
 def test_a_prefix_is_found_where_the_pages_of_its_last_window_are(name, drafts):
     llm = make(name, spec=drafted(name) if drafts else None, async_scheduling=False)
     groups = llm.engine.core.scheduler.groups
@@ -152,7 +151,7 @@ def test_a_prefix_is_found_where_the_pages_of_its_last_window_are(name, drafts):
 
     longer = [*prompt, *text]
     further = llm.generate([longer], greedy(8))
-    assert further[0].num_cached_tokens == 127, "the answer is found too, by the pages of its last window"
+    assert further[0].num_cached_tokens == 111, "the answer is found too, by the pages of its last window"
     assert answers(further) == [expected(name, tuple(longer), 8)]
 
     # of the window's pages the one before the last of the prompt goes: what ends within its sight is not found
@@ -173,9 +172,9 @@ def key_of(llm: LLM, prompt: list[int], *, page: int) -> bytes:
     return sequence.page_keys[page]
 
 
-@pytest.mark.parametrize("name", [MIXED, ALL])
-def test_rows_that_share_a_prefix_do_not_touch_each_other_s_pages(name):
+def test_rows_that_share_a_prefix_do_not_touch_each_other_s_pages():
     """The second one is admitted while the first runs: it shares, copies, and slides on while the other does too."""
+    name = MIXED
     llm = make(name, spec=drafted(name), async_scheduling=False)
     core, prompt = llm.engine.core, long_prompts(1)[0][:70]
     core.add("a", prompt, greedy(NUM_TOKENS))
@@ -194,20 +193,18 @@ def test_rows_that_share_a_prefix_do_not_touch_each_other_s_pages(name):
 # ---- few pages ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_pages", [4, 6, 9])
-@pytest.mark.parametrize("name", [MIXED, ALL])
+@pytest.mark.parametrize(("name", "num_pages"), [(MIXED, 4), (MIXED, 7), (ALL, 4)])
 def test_where_a_window_s_pages_run_out_prompts_go_on_in_smaller_parts_or_rows_are_preempted(name, num_pages):
     llm = make_engine(tiny_of(name), speculative_config=drafted(name), **SIZES)
     llm.engine.table.poison = True
     shrink(llm, 40, by_window={LONGER_WINDOW: num_pages})
     asked = long_prompts()
-    assert run(llm, asked) == [expected(name, tuple(prompt)) for prompt in asked]
     assert run(llm, [*asked, asked[0]]) == [expected(name, tuple(prompt)) for prompt in [*asked, asked[0]]]
     llm.engine.close()
 
 
-@pytest.mark.parametrize("name", [MIXED, ALL])
-def test_a_preempted_row_goes_on_as_if_nothing_had_been(name):
+def test_a_preempted_row_goes_on_as_if_nothing_had_been():
+    name = ALL
     llm = make(name, spec=drafted(name), async_scheduling=False)
     core, prompt = llm.engine.core, long_prompts(1)[0]
     core.add("a", prompt, greedy(NUM_TOKENS))

@@ -34,6 +34,8 @@ class Case:
     page_size: int = 16
     causal: bool = True
     window: int | None = None
+    lets_go: bool = False
+    """Pages behind the window are another row's, as far as anybody knows."""
     soft_cap: float = 0.0
     sinks: bool = False
     uniform: bool = False
@@ -85,9 +87,12 @@ def make(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, 
     starts = [0]
     for entry, (queries, keys) in enumerate(case.lens):
         k, v = (torch.randn(keys, case.kv_heads, case.head_dim, generator=generator).to(dtype) for _ in range(2))
+        behind = max(keys - queries + 1 - case.window, 0) if case.lets_go and case.window else 0
         for i in range(-(-keys // case.page_size)):
             page = int(pages[entry * width + i])
             table[rows[entry], i] = page
+            if i < behind // case.page_size:
+                continue
             for side, x in enumerate((k, v)):
                 part = x[i * case.page_size : (i + 1) * case.page_size]
                 kv[side, page, : part.shape[0]] = part.float()

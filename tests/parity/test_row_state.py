@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftloop.kernels.argmax import chunk_maxima
 from draftloop.kernels.native.functions import available, switched_off
+from draftloop.kernels.page_slots import page_slots_torch, page_slots_triton
 from draftloop.kernels.row_tokens import Sequences, row_tokens, row_tokens_torch, row_tokens_triton
 from draftloop.kernels.write_draft import DraftRows, write_draft, write_draft_torch, write_draft_triton
 from draftloop.kvcache.rows import NO_DRAFT, RowState
@@ -88,6 +89,9 @@ def test_row_tokens(device, seed, num_per_row, offset, ahead, drafted, emitted, 
         for name, out in run(*arguments, **options)._asdict().items():
             assert out.dtype == getattr(expected, name).dtype
             assert torch.equal(out, getattr(expected, name)), name
+    for slots in (page_slots_torch, page_slots_triton):
+        out = slots(rows, expected.kv_lens_R, state.page_table_MN, num_per_row=num_per_row, page_size=PAGE)
+        assert torch.equal(out, expected.slots_T), "what is known of the keys says where they are in any table"
 
 
 def test_a_block_is_a_row_s_last_tokens_and_then_its_drafts() -> None:

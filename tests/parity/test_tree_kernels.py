@@ -23,6 +23,7 @@ from draftloop.graphs.tape import TapeRecorder
 from draftloop.kernels.argmax import UNPACK, chunk_maxima
 from draftloop.kernels.attention_tiles import choose_tiles
 from draftloop.kernels.compact_kv import compact_kv_torch, compact_kv_triton
+from draftloop.kernels.page_slots import page_slots_torch, page_slots_triton
 from draftloop.kernels.paged_attention import PagedTree, paged_attention_triton
 from draftloop.kernels.tree_tokens import tree_tokens_torch, tree_tokens_triton
 from draftloop.kernels.write_children import top_torch, top_triton, write_children_torch, write_children_triton
@@ -105,6 +106,8 @@ def check_attention(
             [*range(start, before), *(before + key for key in path)] for start, path in zip(first, seen, strict=True)
         ]
         expected[mine] = dense(q[mine].cpu(), keys, values, visible, case)
+        if window is not None:  # pages behind it may be another row's
+            kv[:, pages[: max(0, before - window + 1) // case.page_size]] = float("nan")
     batch = replace(batch, tree=of.mask, positions_T=positions)
     out = torch.full_like(q, float("nan"))
     if num_splits is None:
@@ -236,6 +239,9 @@ def test_tree_tokens(device, seed):
         for name, out in tree_tokens_triton(rows, sequences(state), of.tokens, **options)._asdict().items():
             assert out.dtype == getattr(expected, name).dtype
             assert torch.equal(out, getattr(expected, name)), name
+        sizes = {"num_per_row": of.tokens.drafts_Q.shape[0], "page_size": PAGE}
+        for slots in (page_slots_torch, page_slots_triton):
+            assert torch.equal(slots(rows, expected.kv_lens_R, state.page_table_MN, **sizes), expected.slots_T)
 
 
 def test_keys_of_a_tree_follow_each_other_and_positions_are_heights():
