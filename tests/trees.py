@@ -64,7 +64,7 @@ class Knowing:
         state.drafts_MK.index_put_((rows[:, None], where_RP), new_RP)
 
     def watch(self, llm: LLM) -> LLM:
-        worker, admit = llm.engine.core.worker, llm.engine.core.worker.admit
+        rows, admit = llm.engine.core.worker.rows, llm.engine.core.worker.rows.admit
 
         def admitted(sequence: Sequence) -> None:
             admit(sequence)
@@ -72,5 +72,5 @@ class Knowing:
             self.known_ML[sequence.row] = NO_DRAFT
             self.known_ML[sequence.row, : len(text)] = torch.tensor(text, dtype=torch.int32)
 
-        worker.admit = admitted
+        rows.admit = admitted
         return llm
