@@ -20,7 +20,8 @@ Capability = tuple[int, int]
 
 
 def compile_source(source: Path, definitions: Mapping[str, int], capability: Capability) -> bytes:
-    """A source as machine code; `definitions` are its macros. Needs NVRTC, but no GPU.
+    """A source as machine code; `definitions` are its macros, and it may include the headers beside it. Needs NVRTC, but
+    no GPU.
 
     Raises GraphError with the compiler's words.
     """
@@ -32,7 +33,9 @@ def compile_source(source: Path, definitions: Mapping[str, int], capability: Cap
         return result[1] if len(result) > 1 else None
 
     options = [b"--gpu-architecture=sm_%d%d" % capability, b"--std=c++17", *_options(definitions)]
-    program = check(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
+    headers = _headers(source)
+    texts, names = [path.read_bytes() for path in headers], [path.name.encode() for path in headers]
+    program = check(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(names), texts, names))
     try:
         result = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -48,7 +51,8 @@ def compile_source(source: Path, definitions: Mapping[str, int], capability: Cap
 
 def kept_image(source: Path, definitions: Mapping[str, int], capability: Capability, folder: Path) -> bytes:
     """The same from disk, where an earlier start has left it. Processes may do this at the same time."""
-    parts = [source.read_bytes(), *_options(definitions), repr((capability, bindings_version())).encode()]
+    texts = [path.read_bytes() for path in (source, *_headers(source))]
+    parts = [*texts, *_options(definitions), repr((capability, bindings_version())).encode()]
     found = folder / f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.cubin"
     if found.exists():
         return found.read_bytes()
@@ -74,6 +78,10 @@ def bindings_version() -> str:
     from cuda.bindings import __version__  # pyrefly: ignore[missing-import]
 
     return __version__
+
+
+def _headers(source: Path) -> list[Path]:
+    return sorted(source.parent.glob("*.cuh"))
 
 
 def _options(definitions: Mapping[str, int]) -> list[bytes]:

@@ -27,7 +27,7 @@ from draftloop.models.layers import DecoderLayer, norm_dtype, parameter
 from draftloop.models.moe import MixtureOfExperts, are_fused
 from draftloop.models.rope import cos_sin_table
 from draftloop.models.shards import Slices, shard
-from draftloop.models.streamed import behind_attentions, stream
+from draftloop.models.streamed import stream, streamed_weights
 from draftloop.models.weights import Destination
 
 
@@ -111,11 +111,11 @@ class DenseDecoder(Decoder):
         self, embedded_TC: Tensor, caches: LayerCaches, batch: AttentionBatch, *, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """`forward` for tokens that are embedded already."""
-        behind = behind_attentions(self.decoder_layers, self.final_norm, embedded_TC)
-        if behind is not None:
-            hidden_TC, residuals = stream(
-                self.decoder_layers, behind, embedded_TC, caches, self.cos_sin_tables, batch, self.backend
-            )
+        weights = streamed_weights(
+            self.decoder_layers, self.final_norm, self.cos_sin_tables, embedded_TC, batch, self.backend
+        )
+        if weights is not None:
+            hidden_TC, residuals = stream(weights, embedded_TC, caches, batch)
             return hidden_TC, [hidden_TC if index == FINAL_HIDDEN else residuals[index] for index in aux_layers]
         residual_TC, out = embedded_TC, None
         aux: dict[int, Tensor] = {}

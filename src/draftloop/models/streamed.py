@@ -1,77 +1,112 @@
-"""Passes of few tokens in which one kernel computes what stands between two attentions (kernels/streamed_layer.py).
+"""Passes of few tokens that one kernel computes (kernels/streamed_pass.py): which ones, and of what weights.
 
-Shape suffixes: T tokens in the pass, C hidden size, P pages, S tokens per page, G key/value heads, D head size,
-L positions.
+Shape suffixes: T tokens in the pass, C hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.attention.base import AttentionBackend, AttentionBatch, run_here
 from draftloop.kernels import batch_invariance
-from draftloop.kernels.streamed_layer import LayerWeights, streamed_layer, token_limit
+from draftloop.kernels.linear import sm_count
+from draftloop.kernels.streamed_pass import (
+    LayerWeights,
+    PassBatch,
+    PassWeights,
+    can_attend,
+    streamed_pass,
+    token_limit,
+)
 from draftloop.models.decoder import LayerCaches
 from draftloop.models.layers import DecoderLayer, GatedMLP
 
 
-def behind_attentions(
-    layers: Sequence[DecoderLayer], final_norm_C: Tensor, residual_TC: Tensor
-) -> list[LayerWeights] | None:
-    """What stands behind each layer's attention, if `stream` should compute the pass.
+def streamed_weights(
+    layers: Sequence[DecoderLayer],
+    final_norm_C: Tensor,
+    cos_sin_tables: Sequence[Tensor],
+    embedded_TC: Tensor,
+    batch: AttentionBatch,
+    backend: AttentionBackend,
+) -> PassWeights | None:
+    """What the kernel reads of a decoder, if it should compute the pass.
 
-    Of what the pass is, only its number of tokens decides. Layers must be plain: no experts, biases, adapters,
-    quantised or divided weights; norms in front of their parts alone, and the silu gate.
+    Of what the pass is, its shape alone decides. Layers must be alike and plain: no experts, biases, adapters, quantised
+    or divided weights; norms in front of their parts alone, and the silu gate; attention to all keys, without norms or
+    caps, over a cache of the model's type.
     """
-    first = None if batch_invariance.is_wanted() else _own(layers[0])
-    if first is None or not 0 < residual_TC.shape[0] <= token_limit(first.shape, residual_TC.device):
+    first, num_tokens = _own(layers[0]), embedded_TC.shape[0]
+    if first is None or not num_tokens:
         return None
-    found = []
-    for layer in layers:
-        if (own := _own(layer)) is None:
-            return None
-        found.append(own)
-    behind = [one._replace(next_norm_C=two.next_norm_C, qkv_EC=two.qkv_EC) for one, two in pairwise(found)]
-    return [*behind, found[-1]._replace(next_norm_C=final_norm_C, qkv_EC=None)]
+    found = PassWeights(
+        [first],
+        final_norm_C,
+        cos_sin_tables[0],
+        num_kv_heads=backend.shape.num_kv_heads,
+        head_dim=backend.shape.head_dim,
+        eps=layers[0].eps,
+        scale=backend.shape.scale,
+    )
+    limit = token_limit(found.shape, embedded_TC.device)
+    if num_tokens > limit or not _is_plain_attention(found, cos_sin_tables, batch, backend):
+        return None
+    fits = can_attend(
+        found.shape,
+        num_rows=batch.rows_R.shape[0],
+        max_query_len=_longest(batch, num_tokens),
+        page_size=backend.shape.page_size,
+        num_sms=sm_count(embedded_TC.device),
+    )
+    all_layers = [own for layer in layers if (own := _own(layer)) is not None]
+    return found._replace(layers=all_layers) if fits and len(all_layers) == len(layers) else None
 
 
 def stream(
-    layers: Sequence[DecoderLayer],
-    behind: Sequence[LayerWeights],
-    residual_TC: Tensor,
-    caches: LayerCaches,
-    cos_sin_tables: Sequence[Tensor],
-    batch: AttentionBatch,
-    backend: AttentionBackend,
+    weights: PassWeights, embedded_TC: Tensor, caches: LayerCaches, batch: AttentionBatch
 ) -> tuple[Tensor, list[Tensor]]:
     """Hidden states behind the final norm, and the residual stream where it enters each layer and leaves the last."""
-    x_TC, residual_TC = layers[0].enter(None, residual_TC)
-    residuals, result = [residual_TC], x_TC
-    for index, (layer, kv_2PSGD, cos_sin_LD) in enumerate(zip(layers, caches, cos_sin_tables, strict=True)):
-        attention = layer.attention
-        if index == 0:
-            q_THD = attention.write(x_TC, kv_2PSGD, cos_sin_LD, batch)
-        else:
-            q_THD = attention.rotate(result, kv_2PSGD, cos_sin_LD, batch, residual_TC.dtype)
-        attended = attention.attend(q_THD, kv_2PSGD, batch, backend)
-        result, residual_TC = streamed_layer(attended, residual_TC, behind[index], layer.eps)
-        residuals.append(residual_TC)
-    return result, residuals
+    tables = PassBatch(**{name: getattr(batch, name) for name in PassBatch._fields})
+    hidden_TC, residuals_LTC = streamed_pass(
+        weights, embedded_TC, list(caches), tables, max_query_len=_longest(batch, embedded_TC.shape[0])
+    )
+    return hidden_TC, [embedded_TC, *residuals_LTC]
+
+
+def _longest(batch: AttentionBatch, num_tokens: int) -> int:
+    """Tokens that a row may have."""
+    return min(batch.max_query_len, num_tokens)
+
+
+def _is_plain_attention(
+    weights: PassWeights, cos_sin_tables: Sequence[Tensor], batch: AttentionBatch, backend: AttentionBackend
+) -> bool:
+    if batch_invariance.is_wanted() or batch.invariant or not batch.causal or batch.tree is not None:
+        return False
+    if batch.attend is not run_here or batch.adapters_T is not None:
+        return False
+    if any(table is not weights.cos_sin_XD for table in cos_sin_tables):
+        return False
+    heads = backend.shape
+    kinds = {heads.dtype, heads.kv_dtype, weights.final_norm_C.dtype}
+    is_whole = weights.cos_sin_XD.shape[1] == heads.head_dim
+    return backend.name == "triton" and is_whole and not heads.soft_cap and kinds == {torch.bfloat16}
 
 
 def _own(layer: DecoderLayer) -> LayerWeights | None:
-    """A layer's weights, of which the last two are those in front of its own attention; None if it is not plain."""
+    """A layer's weights; None if it is not plain."""
     attention, mlp, norms = layer.attention, layer.mlp, layer.norms
-    if not isinstance(mlp, GatedMLP) or attention.group.size > 1 or attention.whole_norm or mlp.activation != "silu":
+    if not isinstance(mlp, GatedMLP) or attention.group.size > 1 or mlp.activation != "silu":
         return None
-    extras = (attention.qkv_bias, attention.o_bias, mlp.gate_up_bias, mlp.down_bias)
+    extras = (attention.qkv_bias, attention.o_bias, attention.q_norm, attention.k_norm, attention.sinks)
+    extras = (*extras, attention.window, mlp.gate_up_bias, mlp.down_bias)
     extras = (*extras, attention.qkv_lora, attention.o_lora, mlp.gate_up_lora, mlp.down_lora)
     if any(extra is not None for extra in extras) or norms.after_attention or norms.after_mlp or layer.multiplier != 1:
         return None
-    found = (attention.o_weight, layer.post_norm, mlp.gate_up_weight, mlp.down_weight, layer.input_norm)
-    weights = [one for one in (*found, attention.qkv_weight) if isinstance(one, Tensor) and one.dtype is torch.bfloat16]
+    found = (layer.input_norm, attention.qkv_weight, attention.o_weight)
+    found = (*found, layer.post_norm, mlp.gate_up_weight, mlp.down_weight)
+    weights = [one for one in found if isinstance(one, Tensor) and one.dtype is torch.bfloat16]
     return LayerWeights(*weights) if len(weights) == len(LayerWeights._fields) else None

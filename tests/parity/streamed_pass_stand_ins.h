@@ -1,14 +1,15 @@
-// What the instructions of streamed_layer.cu do, in C++.
+// What kernels/cuda/instructions.cuh has, in C++.
 
 static unsigned char* shared_memory() { return here().memory; }
 static u32 address(const void* p) { return (unsigned char*)p - here().memory; }
-static void consumers_meet() { meet(here().consumers, CONSUMERS); }
+static void threads_meet(int threads) { meet(here().some, threads); }
 static u32 nearest(float value)
 {
     const u32 bits = bits_of(value);
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 static u32 rounded(float first, float second) { return nearest(first) | nearest(second) << 16; }
+static float power_of_two(float x) { return exp2f(x); }
 static u64 nanoseconds() { return 0; }
 
 static void settle(Barrier& barrier)
@@ -37,6 +38,7 @@ static bool is_past(u32 barrier, u32 parity)
 }
 
 static u64 read_once() { return 0; }
+static void make_ready(const TensorMap&) {}
 static void copy(u32 to, const TensorMap& map, int column, int row, u32 at, u64)
 {
     struct { const unsigned char* values; long rows, columns, box_rows; } matrix;
@@ -53,36 +55,55 @@ static void copy(u32 to, const TensorMap& map, int column, int row, u32 at, u64)
 
 static u32 load_one(const u32* p) { return *p; }
 static void load_two(u32 (&x)[2], const u32* p) { x[0] = p[0], x[1] = p[1]; }
+static uint4 load_four(const uint4* p) { return *p; }
+static void copy_later(u32* to, const u32* from) { *to = *from; }
+static void copy_later(uint4* to, const uint4* from, bool zeros) { *to = zeros ? uint4{} : *from; }
+static void await_copies() {}
 static u64 acquired(const u64* p)
 {
     give_way();
     return *p;
 }
 
-template <int N> static void load_matrices(u32 (&b)[N], u32 at)
+template <int N> static void show_address(u32 at, void (*take)(u32 (&)[N], const unsigned*), u32 (&b)[N])
 {
-    const int lane = threadIdx.x % 32;
-    warp().shown[lane] = at;
+    warp().shown[threadIdx.x % 32] = at;
     __syncwarp();
-    for (int matrix = 0; matrix < N; matrix++)
-        memcpy(&b[matrix], here().memory + warp().shown[matrix * 8 + lane / 4] + lane % 4 * 4, 4);
+    take(b, warp().shown);
     __syncwarp();
 }
-static void multiply_add(float (&sums)[4], const u32 (&x)[2], u32 first, u32 second)
+template <int N> static void load_matrices(u32 (&b)[N], u32 at)
+{
+    show_address<N>(at, [](u32 (&b)[N], const unsigned* lines) {
+        const int lane = threadIdx.x % 32;
+        for (int matrix = 0; matrix < N; matrix++)
+            memcpy(&b[matrix], here().memory + lines[matrix * 8 + lane / 4] + lane % 4 * 4, 4);
+    }, b);
+}
+template <int N> static void load_transposed(u32 (&b)[N], u32 at)
+{
+    show_address<N>(at, [](u32 (&b)[N], const unsigned* lines) {
+        const int lane = threadIdx.x % 32;
+        for (int matrix = 0; matrix < N; matrix++)
+            for (int i = 0; i < 2; i++)
+                memcpy((char*)&b[matrix] + 2 * i,
+                       here().memory + lines[matrix * 8 + lane % 4 * 2 + i] + lane / 4 * 2, 2);
+    }, b);
+}
+static void multiply_add(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
 {
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
+    const u32 a[2][2] = {{a0, a2}, {a1, a3}}, b[2] = {b0, b1};  // rows and 8 more, columns and 8 more
     Warp& mine = warp();
     for (int half = 0; half < 2; half++)
         for (int i = 0; i < 2; i++) {
-            mine.x[row][pair + half * 8 + i] = __uint_as_float(x[half] >> 16 * i << 16);
-            mine.x[row + 8][pair + half * 8 + i] = 0;
-            mine.weights[pair + half * 8 + i][row] = __uint_as_float((half ? second : first) >> 16 * i << 16);
+            for (int more = 0; more < 2; more++)
+                mine.a[row + 8 * more][pair + half * 8 + i] = __uint_as_float(a[more][half] >> 16 * i << 16);
+            mine.b[pair + half * 8 + i][row] = __uint_as_float(b[half] >> 16 * i << 16);
         }
     __syncwarp();
     for (int i = 0; i < 4; i++)
-        for (int k = 0; k < 16; k++) sums[i] += mine.x[row + i / 2 * 8][k] * mine.weights[k][pair + i % 2];
+        for (int k = 0; k < 16; k++) sums[i] += mine.a[row + i / 2 * 8][k] * mine.b[k][pair + i % 2];
     __syncwarp();
 }
 static void forget(int&) {}
-static void wait_for_kernel_in_front() {}
-static void let_next_kernel_start() {}

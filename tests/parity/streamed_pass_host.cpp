@@ -1,7 +1,8 @@
-// streamed_layer.cu on the host: every thread of every block is a fiber, which goes on until it has to wait.
+// streamed_pass.cu on the host: every thread of every block is a fiber, which goes on until it has to wait.
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -14,20 +15,21 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-constexpr int THREADS = 288, STACK_BYTES = 32 << 10, SHARED = SLOTS * SLOT_BYTES + SCRATCH_BYTES + SHARED_BYTES;
+constexpr int THREADS = 288, STACK_BYTES = 32 << 10, SHARED = SLOTS * SLOT_BYTES + SCRATCH_BYTES + 256 * HEAD_DIM + SHARED_BYTES;
 
 struct float2 { float x, y; };
+struct uint4 { unsigned x, y, z, w; };
 struct Index { int x; };
 struct Meeting { int here = 0; long number = 0; };
 struct Barrier { int expected, missing; long bytes; unsigned phase; };  // an mbarrier
 struct Warp {
     Meeting meeting;
     unsigned shown[32];
-    float x[16][16], weights[16][8];  // of a product, which all of its threads have
+    float a[16][16], b[16][8];  // of a product, which all of its threads have
 };
 struct Block {
     unsigned char* memory;
-    Meeting all, consumers;
+    Meeting all, some;
     Warp warps[9];
     std::map<unsigned, Barrier> barriers;
 };
@@ -60,6 +62,8 @@ static void __syncwarp() { meet(warp().meeting, 32); }
 static void __threadfence() {}
 static void __trap() { abort(); }
 static float2 make_float2(float x, float y) { return {x, y}; }
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+using std::min;
 static float __uint_as_float(unsigned bits)
 {
     float value;
@@ -91,29 +95,21 @@ static float __shfl_xor_sync(unsigned, float value, int distance)
     return other;
 }
 
-#define STAND_INS "streamed_layer_stand_ins.h"
-#include "streamed_layer.cu"
+#define STAND_INS "streamed_pass_stand_ins.h"
+#include "streamed_pass.cu"
 
-struct Matrix { const unsigned char* values; long rows, columns, box_rows; };  // what a map holds here
-static_assert(sizeof(Matrix) <= sizeof(TensorMap), "");
-struct Arguments { TensorMap maps[4]; void* tensors[10]; int num_tokens; float eps; };
-static Arguments given;
+static Pass given;
 
 static void run_thread()
 {
-    const TensorMap* map = given.maps;
-    void** p = given.tensors;
-    streamed_layer(map[0], map[1], map[2], map[3], (u32*)p[0], (u32*)p[1], (unsigned short*)p[2], (unsigned short*)p[3],
-                   (u32*)p[4], (u32*)p[5], (u32*)p[6], (u32*)p[7], (float*)p[8], (u64*)p[9], given.num_tokens, given.eps);
+    streamed_pass(given);
     self->ended = true;
     give_way();
 }
 
-extern "C" bool launch(int num_blocks, const Matrix* matrices, void** tensors, int num_tokens, float eps)
+extern "C" bool launch(int num_blocks, const Pass& pass)
 {
-    for (int i = 0; i < 4; i++) memcpy(&given.maps[i], &matrices[i], sizeof(Matrix));
-    memcpy(given.tensors, tensors, sizeof given.tensors);
-    given.num_tokens = num_tokens, given.eps = eps, gridDim.x = num_blocks;
+    given = pass, gridDim.x = num_blocks;
     blocks = std::vector<Block>(num_blocks);
     fibers = std::vector<Fiber>(num_blocks * THREADS);
     std::vector<char> stacks(fibers.size() * STACK_BYTES);

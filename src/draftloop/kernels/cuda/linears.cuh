@@ -1,0 +1,188 @@
+// Products of few tokens with large matrices that are read without a pause, and how blocks wait for each other.
+//
+// Every block owns rows of each matrix, whole, so that no sums cross blocks. One thread of it asks the copy engine for
+// those rows, matrix after matrix, as fast as a ring of slots in shared memory has room. It waits for no result, so
+// memory is read while blocks wait for each other. Eight warps multiply; each takes every eighth step of 16 columns,
+// and their sums are added up in a fixed order.
+//
+// What blocks hand on is kept in the order in which tensor cores take it (`pack`). Products are m16n8k16: tokens are
+// the 16, of which 8 are used, rows of weights the 8.
+#pragma once
+#include "instructions.cuh"
+
+constexpr int TOKENS = 8, WARPS = 8, CONSUMERS = WARPS * 32;
+constexpr int TILE = 1024;  // bytes of 8 rows x 64 columns
+constexpr u64 PATIENCE_NS = 4000000000ull;
+
+struct Thread {
+    int warp, lane, token, pair;  // of a product a thread holds one token, columns 2 * pair and the next
+    u32 offset;                   // of the row that it gives ldmatrix, swizzled as the copy engine does
+    u32 never;                    // 0, which the compiler does not know
+    bool is_live;                 // whether its token is one
+};
+
+__device__ __forceinline__ Thread this_thread(int num_tokens)
+{
+    Thread me;
+    me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32, me.token = me.lane / 4, me.pair = me.lane % 4;
+    me.is_live = me.token < num_tokens, me.never = num_tokens > TOKENS ? ~0u : 0;
+    const int matrix = me.lane / 8, line = me.lane % 8;  // of four: columns 0 and 8 of a tile, then of the next tile
+    me.offset = matrix / 2 * TILE + line * 128 + ((me.warp % 4 * 2 + matrix % 2) ^ line) * 16;
+    return me;
+}
+
+__device__ __forceinline__ void consumers_meet() { threads_meet(CONSUMERS); }
+
+// What any block wrote before it arrived is seen by all that have waited. A counter grows by `size` at each meeting.
+__device__ __forceinline__ u64 arrive_at(u64* counter, int size, int weight = 1)
+{
+    consumers_meet();
+    if (threadIdx.x) return 0;
+    __threadfence();
+    return (atomicAdd(counter, (u64)weight) / size + 1) * size;
+}
+__device__ __forceinline__ void wait_at(const u64* counter, u64 target)
+{
+    if (threadIdx.x == 0) {
+        const u64 start = nanoseconds();
+        while (acquired(counter) < target)
+            if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
+    }
+    consumers_meet();
+}
+__device__ __forceinline__ void blocks_meet(u64* counter) { wait_at(counter, arrive_at(counter, gridDim.x)); }
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity)
+{
+    if (is_past(barrier, parity)) return;
+    const u64 start = nanoseconds();
+    while (!is_past(barrier, parity))
+        if (nanoseconds() - start > PATIENCE_NS) __trap();
+}
+
+struct Ring {
+    u32 slots, filled_barriers, freed_barriers;
+    int slot = 0;
+    u32 parity = 0;
+    __device__ u32 at() const { return slots + slot * SLOT_BYTES; }
+    __device__ u32 filled() const { return filled_barriers + slot * 8; }
+    __device__ u32 freed() const { return freed_barriers + slot * 8; }
+    __device__ void advance() { if (++slot == SLOTS) { slot = 0; parity ^= 1; } }
+};
+
+// The rows of one matrix that this block owns, some columns at a time. SECOND: and as many, so many rows further on.
+template <int SIZE, int TILES, int CHUNKS, int SECOND = 0>
+__device__ __forceinline__ void fetch(Ring& ring, const TensorMap& map, int row, u64 policy)
+{
+    constexpr u32 BYTES = TILES * (SECOND ? 2 : 1) * TILE;
+    for (int column = 0; column < SIZE; column += CHUNKS * 64) {
+        wait(ring.freed(), ring.parity ^ 1);
+        expect(ring.filled(), BYTES * CHUNKS);
+        #pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++) {
+            const u32 to = ring.at() + chunk * BYTES;
+            copy(to, map, column + chunk * 64, row, ring.filled(), policy);
+            if (SECOND) copy(to + TILES * TILE, map, column + chunk * 64, row + SECOND, ring.filled(), policy);
+        }
+        ring.advance();
+    }
+}
+
+// Where a pair of columns of 8 tokens stands, so that a thread finds its part of 16 columns side by side.
+__device__ __forceinline__ u32& packed(u32* to, int column, int token)
+{
+    return to[(column / 16 * 32 + token * 4 + column % 8 / 2) * 2 + column / 8 % 2];
+}
+
+// This warp's share of the sums of TILES x 8 rows; of each four the first two are of tokens.
+template <int SIZE, int TILES, int CHUNKS>
+__device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, const u32* from, const Thread& me)
+{
+    constexpr int STEPS = CHUNKS * 4, MINE = (STEPS + WARPS - 1) / WARPS, STAGES = SIZE / 64 / CHUNKS, AHEAD = 2;
+    static_assert(SIZE % (64 * CHUNKS) == 0 && TILES * TILE * CHUNKS <= SLOT_BYTES, "stages");
+    u32 x[AHEAD][MINE][2];  // of the next stages
+    auto load_stage = [&](u32 (&to)[MINE][2], int stage) {
+        #pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            to[i][0] = to[i][1] = 0;
+            if (me.is_live && (STEPS % WARPS == 0 || me.warp + i * WARPS < STEPS))
+                load_two(to[i], from + ((stage * STEPS + me.warp + i * WARPS) * 32 + me.lane) * 2);
+        }
+    };
+    #pragma unroll
+    for (int tile = 0; tile < TILES; tile++) sums[tile][0] = sums[tile][1] = sums[tile][2] = sums[tile][3] = 0;
+    int stages = STAGES;
+    forget(stages);  // else the loop would be unrolled whole
+    #pragma unroll
+    for (int ahead = 0; ahead < AHEAD; ahead++)
+        if (ahead < STAGES) load_stage(x[ahead], ahead);
+    for (int first = 0; first < stages; first += AHEAD) {
+        #pragma unroll
+        for (int ahead = 0; ahead < AHEAD; ahead++) {
+            const int stage = first + ahead;
+            if (STAGES % AHEAD && stage >= stages) break;
+            wait(ring.filled(), ring.parity);
+            __syncwarp();
+            u32 seen = 0;
+            #pragma unroll
+            for (int i = 0; i < MINE; i++) {
+                if (STEPS % WARPS && me.warp + i * WARPS >= STEPS) continue;
+                const u32 weights = ring.at() + (me.warp / 4 + i * (WARPS / 4)) * (TILES * TILE) + me.offset;
+                #pragma unroll
+                for (int tile = 0; tile + 1 < TILES; tile += 2) {
+                    u32 b[4];
+                    load_matrices(b, weights + tile * TILE);
+                    multiply_add(sums[tile], x[ahead][i][0], 0, x[ahead][i][1], 0, b[0], b[1]);
+                    multiply_add(sums[tile + 1], x[ahead][i][0], 0, x[ahead][i][1], 0, b[2], b[3]);
+                    seen ^= b[0];
+                }
+                if (TILES % 2) {
+                    u32 b[2];
+                    load_matrices(b, weights + (TILES - 1) * TILE);
+                    multiply_add(sums[TILES - 1], x[ahead][i][0], 0, x[ahead][i][1], 0, b[0], b[1]);
+                    seen ^= b[0];
+                }
+            }
+            __syncwarp();
+            // the slot is free when its loads have returned, not when they have been issued: arrivals overtake them
+            if (me.lane == 0) arrive(ring.freed() + (seen & me.never));
+            ring.advance();
+            if (stage + AHEAD < stages) load_stage(x[ahead], stage + AHEAD);
+        }
+    }
+}
+
+// Adds up the warps' shares, and calls `use(tile, values)` once for each product; SETS 2: with the values of tile and
+// tile + TILES / 2. A tile always comes to the same warp.
+template <int SETS, int TILES, class Use>
+__device__ __forceinline__ void add_up(const float (&sums)[TILES][4], float2* scratch, const Thread& me, Use use)
+{
+    constexpr int ROUND = SCRATCH_BYTES / (WARPS * SETS * 32 * sizeof(float2)), ITEMS = TILES / SETS;
+    static_assert(ROUND % WARPS == 0, "a tile would change its warp");
+    #pragma unroll
+    for (int first = 0; first < ITEMS; first += ROUND) {
+        consumers_meet();
+        #pragma unroll
+        for (int i = 0; i < ROUND; i++)
+            #pragma unroll
+            for (int g = 0; g < SETS; g++)
+                if (first + i < ITEMS) {
+                    const float(&from)[4] = sums[first + i + g * ITEMS];
+                    scratch[((i * SETS + g) * WARPS + me.warp) * 32 + me.lane] = make_float2(from[0], from[1]);
+                }
+        consumers_meet();
+        for (int i = me.warp; i < ROUND && first + i < ITEMS; i += WARPS) {
+            float2 values[SETS];
+            #pragma unroll
+            for (int g = 0; g < SETS; g++) {
+                values[g] = make_float2(0, 0);
+                #pragma unroll
+                for (int warp = 0; warp < WARPS; warp++) {
+                    const float2 share = scratch[((i * SETS + g) * WARPS + warp) * 32 + me.lane];
+                    values[g].x += share.x, values[g].y += share.y;
+                }
+            }
+            use(first + i, values);
+        }
+    }
+}

@@ -1,0 +1,252 @@
+// A pass of at most 8 tokens through all layers of a decoder, in one kernel that never stops reading weights: for each
+// layer norm, q, k and v, attention, output projection, norm, gated MLP. streamed_pass.py defines the sizes: HIDDEN,
+// QUERY, INNER, QKV; of each matrix the tiles of 8 rows that a block owns and the chunks of 64 columns in a stage; SLOTS,
+// SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and those of attention.cuh. Its twin is a decoder's own pass.
+//
+// Blocks meet at a counter between matrices, while weights go on filling the ring (linears.cuh). A norm's scale
+// multiplies the sums behind it, since its squares are known only when all blocks have met. Keys and values of the cache
+// are asked for before the meeting behind q, k and v, since they do not depend on it.
+#include "attention.cuh"
+
+constexpr int HIDDEN_ROWS = HIDDEN_TILES * 8, INNER_ROWS = INNER_TILES * 8, QKV_ROWS = QKV_TILES * 8;
+constexpr int HIDDEN_BLOCKS = HIDDEN / HIDDEN_ROWS, INNER_BLOCKS = INNER / INNER_ROWS, QKV_BLOCKS = QKV / QKV_ROWS;
+constexpr int PASS_TILES = INNER_TILES / PASSES;  // of gates in a pass, and as many of what they multiply
+static_assert(QUERY == HEADS * HEAD_DIM && QKV == ALL_HEADS * HEAD_DIM, "heads");
+
+struct Tensors { const u32 *attention_norm, *mlp_norm; uint4 *keys, *values; };  // of a layer
+
+enum Matrix { QKV_MATRIX, O_MATRIX, GATE_UP_MATRIX, DOWN_MATRIX, MATRICES };
+struct Layer {  // as streamed_pass.py packs it
+    TensorMap maps[MATRICES];
+    Tensors tensors;
+};
+
+struct Pass {
+    const Layer* layers;  // and one more, of which the norm in front of attention is the model's last
+    const u32* embedded;  // [num_tokens, HIDDEN]
+    u32* residuals;       // [num_layers, num_tokens, HIDDEN], behind each layer
+    u32* out;             // [num_tokens, HIDDEN], normed
+    // which blocks hand on
+    u32 *qkv;             // [TOKENS, QKV]
+    u32 *hidden, *attended, *inner;  // packed
+    float* squares;       // [2, HIDDEN_BLOCKS, TOKENS]
+    Partials partials;
+    u64* counter;
+    Batch batch;
+    int num_layers, num_tokens;
+    float eps;
+};
+
+struct Shared {
+    u64 filled[SLOTS], freed[SLOTS];
+    float scale[TOKENS];
+    float angles[TOKENS][HEAD_DIM];  // of the row that this block attends for
+    float squares[HIDDEN_TILES][TOKENS];
+    u32 residual[HIDDEN_TILES][32];  // this block's columns of the stream
+    u32 gain[2][HIDDEN_TILES][32];   // of the norms behind attention and behind the MLP
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "streamed_pass.py sets aside too little");
+
+__device__ __forceinline__ void fetch_all(Ring ring, const Pass& pass)
+{
+    const int block = blockIdx.x, lane = threadIdx.x % 32;
+    const u64 policy = read_once();  // the cache is better used for what is read again
+    for (int index = 0; index < pass.num_layers; index++) {
+        const int first = index ? index + 1 : 0, last = min(index + 2, pass.num_layers);  // maps are slow to arrive
+        for (int i = first * MATRICES + lane; i < last * MATRICES; i += 32)
+            make_ready(pass.layers[i / MATRICES].maps[i % MATRICES]);
+        __syncwarp();
+        if (lane) continue;
+        const TensorMap(&maps)[MATRICES] = pass.layers[index].maps;
+        if (block < QKV_BLOCKS) fetch<HIDDEN, QKV_TILES, QKV_CHUNKS>(ring, maps[QKV_MATRIX], block * QKV_ROWS, policy);
+        if (block < HIDDEN_BLOCKS)
+            fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(ring, maps[O_MATRIX], block * HIDDEN_ROWS, policy);
+        if (block < INNER_BLOCKS)
+            for (int row = block * INNER_ROWS; row < (block + 1) * INNER_ROWS; row += PASS_TILES * 8)
+                fetch<HIDDEN, PASS_TILES, GATE_UP_CHUNKS, INNER>(ring, maps[GATE_UP_MATRIX], row, policy);
+        if (block < HIDDEN_BLOCKS)
+            fetch<INNER, HIDDEN_TILES, DOWN_CHUNKS>(ring, maps[DOWN_MATRIX], block * HIDDEN_ROWS, policy);
+    }
+}
+
+// What the next matrix multiplies, still unscaled, and squares of this block's columns of the residual stream.
+__device__ __forceinline__ void hand_on_tile(int tile, Shared& shared, u32 gain, u32* hidden, const Thread& me)
+{
+    const u32 mine = shared.residual[tile][me.lane];
+    const float first = low(mine), second = high(mine);
+    packed(hidden, blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, me.token) =
+        rounded(first * low(gain), second * high(gain));
+    float square = first * first + second * second;
+    square += __shfl_xor_sync(~0u, square, 1);
+    square += __shfl_xor_sync(~0u, square, 2);
+    if (me.pair == 0) shared.squares[tile][me.token] = square;
+}
+__device__ __forceinline__ void hand_on_squares(const Shared& shared, float* squares)
+{
+    consumers_meet();
+    if (threadIdx.x >= TOKENS) return;
+    float sum = 0;
+    for (int tile = 0; tile < HIDDEN_TILES; tile++) sum += shared.squares[tile][threadIdx.x];
+    squares[blockIdx.x * TOKENS + threadIdx.x] = sum;
+}
+
+// Behind o and down.
+__device__ __forceinline__ void add_residual(const float (&sums)[HIDDEN_TILES][4], Shared& shared, float2* scratch,
+                                             const u32 (&gain)[HIDDEN_TILES][32], u32* residual, u32* hidden,
+                                             float* squares, const Thread& me)
+{
+    add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
+        u32& mine = shared.residual[tile][me.lane];
+        const u32 out = rounded(values[0].x, values[0].y);
+        mine = rounded(low(mine) + low(out), high(mine) + high(out));
+        if (residual && me.is_live)
+            residual[(me.token * HIDDEN + blockIdx.x * HIDDEN_ROWS + tile * 8) / 2 + me.pair] = mine;
+        hand_on_tile(tile, shared, gain[tile][me.lane], hidden, me);
+    });
+    hand_on_squares(shared, squares);
+}
+
+// The norm's scale for each token, by one warp each; to be read when the block's warps have met.
+__device__ __forceinline__ void find_scale(Shared& shared, const float* squares, float eps, const Thread& me)
+{
+    static_assert(TOKENS == WARPS, "a warp for each token");
+    float sum = 0;
+    #pragma unroll
+    for (int block = 0; block < HIDDEN_BLOCKS; block += 32)
+        if (block + me.lane < HIDDEN_BLOCKS) sum += __ldcg(squares + (block + me.lane) * TOKENS + me.warp);
+    #pragma unroll
+    for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    if (me.lane == 0) shared.scale[me.warp] = rsqrtf(sum / HIDDEN + eps);
+}
+
+// This thread's pair of a norm's weights, for each of its tiles.
+__device__ __forceinline__ const u32* weights_of(const u32* norm, int tile, const Thread& me)
+{
+    return norm + (blockIdx.x * HIDDEN_ROWS + tile * 8) / 2 + me.pair;
+}
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(const __grid_constant__ Pass pass)
+{
+    unsigned char* memory = shared_memory();
+    float2* scratch = (float2*)(memory + SLOTS * SLOT_BYTES);
+    AttentionMemory& attention = *(AttentionMemory*)scratch;
+    uint4* values = (uint4*)(memory + SLOTS * SLOT_BYTES + SCRATCH_BYTES);
+    Shared& shared = *(Shared*)(memory + SLOTS * SLOT_BYTES + SCRATCH_BYTES + VALUES_BYTES);
+    Ring ring{address(memory), address(shared.filled), address(shared.freed)};
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < SLOTS; slot++) {
+            init(address(&shared.filled[slot]), 1);
+            init(address(&shared.freed[slot]), WARPS);
+        }
+        show_barriers_to_copies();
+    }
+    __syncthreads();
+    if (threadIdx.x >= CONSUMERS) {
+        fetch_all(ring, pass);
+        return;
+    }
+
+    const Thread me = this_thread(pass.num_tokens);
+    const int block = blockIdx.x;
+    const bool has_hidden = block < HIDDEN_BLOCKS;
+    float* const squares[2] = {pass.squares, pass.squares + HIDDEN_BLOCKS * TOKENS};
+    const Share share = share_of(pass.batch);
+    if (share.is_any)
+        for (int i = threadIdx.x; i < share.num_tokens * HEAD_DIM; i += CONSUMERS) {
+            const long long position = pass.batch.positions[share.start + i / HEAD_DIM];
+            shared.angles[i / HEAD_DIM][i % HEAD_DIM] = pass.batch.cos_sin[position * HEAD_DIM + i % HEAD_DIM];
+        }
+    Tensors layer = pass.layers[0].tensors;
+    if (has_hidden) {
+        for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
+            const int at = (me.token * HIDDEN + block * HIDDEN_ROWS + tile * 8) / 2 + me.pair;
+            shared.residual[tile][me.lane] = me.is_live ? pass.embedded[at] : 0;
+            hand_on_tile(tile, shared, *weights_of(layer.attention_norm, tile, me), pass.hidden, me);
+        }
+        hand_on_squares(shared, squares[1]);
+    }
+
+    for (int index = 0; index < pass.num_layers; index++) {
+        const Tensors next = pass.layers[index + 1].tensors;
+        blocks_meet(pass.counter);
+
+        if (block < QKV_BLOCKS) {
+            find_scale(shared, squares[1], pass.eps, me);
+            float sums[QKV_TILES][4];
+            multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, pass.hidden, me);
+            add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
+                const float scale = shared.scale[me.token];
+                if (me.is_live)
+                    pass.qkv[(me.token * QKV + block * QKV_ROWS + tile * 8) / 2 + me.pair] =
+                        rounded(values[0].x * scale, values[0].y * scale);
+            });
+        }
+        const u64 target = arrive_at(pass.counter, gridDim.x);
+        if (has_hidden)
+            for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
+                copy_later(&shared.gain[0][tile][me.lane], weights_of(layer.mlp_norm, tile, me));
+                copy_later(&shared.gain[1][tile][me.lane], weights_of(next.attention_norm, tile, me));
+            }
+        Keys keys;
+        if (share.is_any) ask_for_tile(keys, values, share, share.begin, layer.keys, layer.values, me);
+        wait_at(pass.counter, target);
+
+        if (share.is_any) {
+            take_in(attention, values, (const uint4*)pass.qkv, share, shared.angles, pass.batch, layer.keys, layer.values);
+            consumers_meet();
+            attend(attention, keys, values, share, pass.batch, pass.partials, layer.keys, layer.values, me);
+            // all meetings of a row count alike, however many splits there are
+            const int num_splits = pass.batch.num_splits, is_last = share.split == num_splits - 1;
+            u64* counter = pass.partials.counters + share.item;
+            wait_at(counter, arrive_at(counter, MAX_SPLITS, is_last ? MAX_SPLITS - share.split : 1));
+            combine(pass.attended, share, num_splits, pass.partials);
+        }
+        blocks_meet(pass.counter);
+
+        if (has_hidden) {
+            float sums[HIDDEN_TILES][4];
+            multiply<QUERY, HIDDEN_TILES, O_CHUNKS>(sums, ring, pass.attended, me);
+            await_copies();  // of gains
+            add_residual(sums, shared, scratch, shared.gain[0], nullptr, pass.hidden, squares[0], me);
+        }
+        blocks_meet(pass.counter);
+
+        if (block < INNER_BLOCKS) {
+            find_scale(shared, squares[0], pass.eps, me);
+            for (int part = 0; part < PASSES; part++) {
+                float sums[2 * PASS_TILES][4];
+                multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, pass.hidden, me);
+                add_up<2>(sums, scratch, me, [&](int tile, const float2 (&values)[2]) {
+                    const float scale = shared.scale[me.token];
+                    // rounded between the steps, as models are in training
+                    const u32 gate = rounded(values[0].x * scale, values[0].y * scale);
+                    const u32 up = rounded(values[1].x * scale, values[1].y * scale);
+                    const u32 open =
+                        rounded(low(gate) / (1 + __expf(-low(gate))), high(gate) / (1 + __expf(-high(gate))));
+                    packed(pass.inner, block * INNER_ROWS + (part * PASS_TILES + tile) * 8 + 2 * me.pair, me.token) =
+                        rounded(low(open) * low(up), high(open) * high(up));
+                });
+            }
+        }
+        blocks_meet(pass.counter);
+
+        if (has_hidden) {
+            float sums[HIDDEN_TILES][4];
+            multiply<INNER, HIDDEN_TILES, DOWN_CHUNKS>(sums, ring, pass.inner, me);
+            u32* residual = pass.residuals + (long long)index * pass.num_tokens * (HIDDEN / 2);
+            add_residual(sums, shared, scratch, shared.gain[1], residual, pass.hidden, squares[1], me);
+        }
+        layer = next;
+    }
+    blocks_meet(pass.counter);
+    if (!has_hidden) return;
+    find_scale(shared, squares[1], pass.eps, me);
+    consumers_meet();
+    const float scale = shared.scale[me.token];
+    for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
+        const u32 mine = shared.residual[tile][me.lane], gain = *weights_of(layer.attention_norm, tile, me);
+        if (me.is_live)
+            pass.out[(me.token * HIDDEN + block * HIDDEN_ROWS + tile * 8) / 2 + me.pair] =
+                rounded(low(mine) * scale * low(gain), high(mine) * scale * high(gain));
+    }
+}
