@@ -12,7 +12,6 @@ from eagle_reference import hf_model, hf_states
 from torch import Tensor
 
 from blocks import WINDOW, block_config, block_weights, mask_row, tiny_block, wide_block, wide_block_config
-from draftloop.attention.base import run_here
 from draftloop.attention.batches import tail_batch
 from draftloop.drafters.dflash_config import DFlashConfig
 from draftloop.engine.llm import LLM
@@ -97,7 +96,7 @@ def test_context_and_block_are_the_references_number_by_number(name):
     llm = drafting(name, forced=3.0, max_num_batched_tokens=24, cudagraph_mode="FULL", poison=True)
     core, state, kv = llm.engine.core, llm.engine.core.worker.state, llm.engine.pool.caches[1]
     other, config, model = reference(name), CONFIGS[name], llm.engine.drafter.model
-    launch = Launch(rows=1, tokens=1 + K, attend=run_here)
+    launch = Launch(rows=1, tokens=1 + K, attend=in_place)
     seen = []
 
     def check() -> None:

@@ -15,21 +15,21 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-constexpr int THREADS = 288, STACK_BYTES = 32 << 10, SHARED = SLOTS * SLOT_BYTES + SCRATCH_BYTES + 256 * HEAD_DIM + SHARED_BYTES;
+constexpr int THREADS = 288, STACK_BYTES = 32 << 10, SHARED = SLOTS * SLOT_BYTES + SCRATCH_BYTES + SHARED_BYTES;
 
 struct float2 { float x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct Index { int x; };
-struct Meeting { int here = 0; long number = 0; };
+struct Gathering { int here = 0; long number = 0; };
 struct Barrier { int expected, missing; long bytes; unsigned phase; };  // an mbarrier
 struct Warp {
-    Meeting meeting;
+    Gathering gathering;
     unsigned shown[32];
     float a[16][16], b[16][8];  // of a product, which all of its threads have
 };
 struct Block {
     unsigned char* memory;
-    Meeting all, some;
+    Gathering all, some;
     Warp warps[9];
     std::map<unsigned, Barrier> barriers;
 };
@@ -50,16 +50,15 @@ static Index gridDim;
 static Block& here() { return blocks[blockIdx.x]; }
 static Warp& warp() { return here().warps[threadIdx.x / 32]; }
 static void give_way() { swapcontext(&self->context, &scheduler); }
-static void meet(Meeting& meeting, int size)
+static void meet(Gathering& gathering, int size)
 {
-    const long number = meeting.number;
-    if (++meeting.here == size) meeting.here = 0, meeting.number++;
-    while (meeting.number == number) give_way();
+    const long number = gathering.number;
+    if (++gathering.here == size) gathering.here = 0, gathering.number++;
+    while (gathering.number == number) give_way();
 }
 
 static void __syncthreads() { meet(here().all, THREADS); }
-static void __syncwarp() { meet(warp().meeting, 32); }
-static void __threadfence() {}
+static void __syncwarp() { meet(warp().gathering, 32); }
 static void __trap() { abort(); }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -80,12 +79,6 @@ template <class T> static T __ldcg(const T* p) { return *p; }
 static float quick_exp(float x) { return expf(x); }
 #define __expf quick_exp
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
-static unsigned long long atomicAdd(unsigned long long* p, unsigned long long more)
-{
-    const unsigned long long before = *p;
-    *p += more;
-    return before;
-}
 static float __shfl_xor_sync(unsigned, float value, int distance)
 {
     warp().shown[threadIdx.x % 32] = bits_of(value);

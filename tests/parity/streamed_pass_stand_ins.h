@@ -53,12 +53,13 @@ static void copy(u32 to, const TensorMap& map, int column, int row, u32 at, u64)
     settle(barrier);
 }
 
-static u32 load_one(const u32* p) { return *p; }
+static float load_float(const float* p) { return *p; }
 static void load_two(u32 (&x)[2], const u32* p) { x[0] = p[0], x[1] = p[1]; }
 static uint4 load_four(const uint4* p) { return *p; }
 static void copy_later(u32* to, const u32* from) { *to = *from; }
 static void copy_later(uint4* to, const uint4* from, bool zeros) { *to = zeros ? uint4{} : *from; }
 static void await_copies() {}
+static void add_released(u64* p, u64 more) { *p += more; }
 static u64 acquired(const u64* p)
 {
     give_way();

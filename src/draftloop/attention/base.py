@@ -16,11 +16,7 @@ from torch import Tensor
 
 from draftloop.config.draft_tree import DraftTree
 from draftloop.errors import ConfigError
-
-
-def run_here(call: Callable[[], None]) -> None:
-    """Run an attention call in place: eager, or inside a full graph."""
-    call()
+from draftloop.graphs.program import in_place
 
 
 class TreeMask(NamedTuple):
@@ -66,7 +62,7 @@ class AttentionBatch:
     """int32 [T]: which adapter (LoRA) changes the layers for each token, from 1; 0: none. None: no token has one."""
     tree: TreeMask | None = None
     """Uniform causal batches alone. None: each token sees all keys up to its own."""
-    attend: Callable[[Callable[[], None]], None] = run_here
+    attend: Callable[[Callable[[], None]], None] = in_place
     """Runs an attention call: in place, or between the captured segments of a piecewise graph."""
     windows: Mapping[int, AttentionBatch] = field(default_factory=dict)
     """The same batch over the pages of layers that have a table of their own, by their sliding window."""

@@ -30,9 +30,10 @@ MAX_TOKENS, MAX_QUERIES = 8, 32
 """Of a pass; of a row: tokens times query heads that share a key/value head."""
 MAX_SPLITS = 16
 THREADS = 288
-SLOTS, SLOT_BYTES = 4, 32 << 10
-"""More slots were no faster."""
-SCRATCH_BYTES, SHARED_BYTES = 32 << 10, 12 << 10
+SLOTS, SLOT_BYTES = 5, 32 << 10
+SCRATCH_BYTES, SHARED_BYTES = 32 << 10, 34 << 10
+"""All is 226 KB, of 227 that a block may have."""
+_ALL_BYTES = SLOTS * SLOT_BYTES + SCRATCH_BYTES + SHARED_BYTES
 TILE_BYTES = 8 * 64 * 2
 """Of 8 rows of weights and 64 columns."""
 
@@ -315,7 +316,7 @@ class _Streamer:
         if key not in self._kernels:
             found = load_kernel(SOURCE, sizes, SOURCE.stem, self._device)
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            ask("cuFuncSetAttribute", found, limit, _shared_bytes(self._shape))
+            ask("cuFuncSetAttribute", found, limit, _ALL_BYTES)
             self._kernels[key] = found
         return self._kernels[key]
 
@@ -334,7 +335,7 @@ class _Streamer:
         )
         addresses = (ctypes.c_void_p * 1)(ctypes.addressof(one))
         config = _launch_config(
-            blocks, _shared_bytes(self._shape), torch.cuda.current_stream(self._device).cuda_stream
+            blocks, _ALL_BYTES, torch.cuda.current_stream(self._device).cuda_stream
         )
         ask("cuLaunchKernelEx", config, self._kernel(max_query_len), ctypes.addressof(addresses), 0)
 
@@ -351,11 +352,6 @@ def _packed_layer(layer: LayerWeights, kv_2PSGD: Tensor, plan: Plan) -> bytes:
     maps = [_tensor_map(matrix.data_ptr(), *matrix.shape, rows) for matrix, rows in boxes(layer, plan)]
     addresses = b"".join(address.to_bytes(8, "little") for address in layer_addresses(layer, kv_2PSGD))
     return b"".join(maps) + addresses.ljust(TENSORS_BYTES, b"\0")
-
-
-def _shared_bytes(shape: Shape) -> int:
-    values = 8 * 16 * shape.head_dim * 2
-    return SLOTS * SLOT_BYTES + SCRATCH_BYTES + values + SHARED_BYTES
 
 
 def _launch_config(num_blocks: int, shared_bytes: int, stream: int) -> Any:

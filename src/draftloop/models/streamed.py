@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftloop.attention.base import AttentionBackend, AttentionBatch, run_here
+from draftloop.attention.base import AttentionBackend, AttentionBatch
+from draftloop.graphs.program import in_place
 from draftloop.kernels import batch_invariance
 from draftloop.kernels.linear import sm_count
 from draftloop.kernels.streamed_pass import (
@@ -86,7 +87,7 @@ def _is_plain_attention(
 ) -> bool:
     if batch_invariance.is_wanted() or batch.invariant or not batch.causal or batch.tree is not None:
         return False
-    if batch.attend is not run_here or batch.adapters_T is not None:
+    if batch.attend is not in_place or batch.adapters_T is not None:
         return False
     if any(table is not weights.cos_sin_XD for table in cos_sin_tables):
         return False

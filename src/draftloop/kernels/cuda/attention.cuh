@@ -20,12 +20,12 @@ constexpr int VALUES_BYTES = WARPS * KEYS * HEAD_DIM * 2;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "a half of a head is two or four chunks for a thread");
 static_assert(PAGE_SIZE % KEYS == 0 && QUERY_TILES <= 4, "a tile has one page; registers hold 32 queries");
 
-struct AttentionMemory {  // where the sums of linear layers are added up at other times
+struct AttentionMemory {
     uint4 queries[QUERIES * CHUNKS], new_keys[TOKENS * CHUNKS];
     u32 weights[WARPS * KEYS][WEIGHTS_WIDTH];
     float peaks[WARPS][QUERIES], totals[WARPS][QUERIES];
 };
-static_assert(sizeof(AttentionMemory) <= SCRATCH_BYTES, "attention needs more scratch");
+static_assert(VALUES_BYTES <= SCRATCH_BYTES, "values of tiles stand where sums are added up at other times");
 
 struct Batch {  // as attention.base.AttentionBatch
     const int* rows;          // [R]
@@ -48,6 +48,7 @@ struct Partials {
 struct Share {  // a block's, of attention in each layer
     int item, split, kv_head, start, num_tokens, num_new, num_old, begin, end;
     const int* pages;
+    int page;  // of this warp's first tile
     bool is_any;
 };
 
@@ -72,6 +73,8 @@ __device__ __forceinline__ Share share_of(const Batch& batch)
     share.begin = (long long)tiles * share.split / batch.num_splits;
     share.end = (long long)tiles * (share.split + 1) / batch.num_splits;
     share.pages = batch.page_table + (long long)batch.rows[row] * batch.table_width;
+    const int tile = share.begin + threadIdx.x / 32;
+    share.page = tile == 0 || tile >= share.end ? 0 : share.pages[(tile - 1) * KEYS / PAGE_SIZE];
     return share;
 }
 
@@ -82,20 +85,23 @@ __device__ __forceinline__ void ask_for_tile(Keys& keys, uint4* values, const Sh
     const int tile = first + me.warp;
     if (tile == 0 || tile >= share.end) return;
     const int key = (tile - 1) * KEYS, live = share.num_old - key;
-    const long long slot = (long long)share.pages[key / PAGE_SIZE] * PAGE_SIZE + key % PAGE_SIZE;
+    const int page = first == share.begin ? share.page : share.pages[key / PAGE_SIZE];
+    const long long slot = (long long)page * PAGE_SIZE + key % PAGE_SIZE;
     const long long at = (slot * KV_HEADS + share.kv_head) * CHUNKS;
+    int lane = me.lane;
+    forget(lane);  // else what follows from it would be kept from layer to layer, which registers have no room for
     #pragma unroll
     for (int half = 0; half < 2; half++)
         #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i++) {
-            const int line = me.token + 8 * half;
+            const int line = lane / 4 + 8 * half;
             keys.part[i][half] = make_uint4(0, 0, 0, 0);
             if (line < live)
-                keys.part[i][half] = load_four(cached_keys + at + line * (KV_HEADS * CHUNKS) + 4 * i + me.pair);
+                keys.part[i][half] = load_four(cached_keys + at + line * (KV_HEADS * CHUNKS) + 4 * i + lane % 4);
         }
     #pragma unroll
-    for (int i = me.lane; i < KEYS * CHUNKS; i += 32) {
-        const int line = i / CHUNKS, chunk = i % CHUNKS;
+    for (int i = 0; i < KEYS * CHUNKS / 32; i++) {
+        const int line = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
         const bool is_live = line < live;  // what is no key may be anything, NaN too
         copy_later(values + place(me.warp * KEYS + line, chunk),
                    cached_values + at + (is_live ? line * (KV_HEADS * CHUNKS) + chunk : 0), !is_live);
@@ -281,7 +287,9 @@ __device__ __forceinline__ void attend(AttentionMemory& memory, Keys& keys, uint
 __device__ __forceinline__ void combine(u32* attended, const Share& share, int num_splits, const Partials& partials)
 {
     constexpr int PAIRS = HEAD_DIM / 2;
-    for (int i = share.split * CONSUMERS + threadIdx.x; i < share.num_tokens * GROUP * PAIRS; i += num_splits * CONSUMERS) {
+    const int all = share.num_tokens * GROUP * PAIRS, each = (all + num_splits * 32 - 1) / (num_splits * 32) * 32;
+    const int begin = share.split * each, end = min(begin + each, all);
+    for (int i = begin + threadIdx.x; i < end; i += CONSUMERS) {
         const int query = i / PAIRS, pair = i % PAIRS, unit = share.item * MAX_SPLITS;
         float2 sums[MAX_SPLITS], results[MAX_SPLITS];
         #pragma unroll

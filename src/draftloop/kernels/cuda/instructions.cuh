@@ -69,6 +69,10 @@ __device__ __forceinline__ u64 acquired(const u64* p)
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(p) : "memory");
     return seen;
 }
+__device__ __forceinline__ void add_released(u64* p, u64 more)
+{
+    asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(more) : "memory");
+}
 
 // The copy engine.
 __device__ __forceinline__ u64 read_once()
@@ -90,10 +94,10 @@ __device__ __forceinline__ void copy(u32 to, const TensorMap& map, int column, i
 }
 
 // What other multiprocessors have written: L1 must not answer.
-__device__ __forceinline__ u32 load_one(const u32* p)
+__device__ __forceinline__ float load_float(const float* p)
 {
-    u32 x;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(p));
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p));
     return x;
 }
 __device__ __forceinline__ void load_two(u32 (&x)[2], const u32* p)

@@ -33,24 +33,31 @@ __device__ __forceinline__ Thread this_thread(int num_tokens)
 
 __device__ __forceinline__ void consumers_meet() { threads_meet(CONSUMERS); }
 
-// What any block wrote before it arrived is seen by all that have waited. A counter grows by `size` at each meeting.
-__device__ __forceinline__ u64 arrive_at(u64* counter, int size, int weight = 1)
-{
-    consumers_meet();
-    if (threadIdx.x) return 0;
-    __threadfence();
-    return (atomicAdd(counter, (u64)weight) / size + 1) * size;
-}
-__device__ __forceinline__ void wait_at(const u64* counter, u64 target)
-{
-    if (threadIdx.x == 0) {
-        const u64 start = nanoseconds();
-        while (acquired(counter) < target)
-            if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
+// What a block wrote before it arrived is seen by all that have waited. Each meeting adds `size` to the counter, so where
+// it stood before the first of a launch, which no block has passed without this one, is the last multiple.
+struct Meeting {
+    u64* counter;
+    int size;
+    u64 target;
+    __device__ Meeting(u64* counter, int size) : counter(counter), size(size), target(acquired(counter) / size * size) {}
+    __device__ void arrive(int weight = 1)
+    {
+        consumers_meet();
+        target += size;
+        if (threadIdx.x == CONSUMERS - 1) add_released(counter, weight);
     }
-    consumers_meet();
-}
-__device__ __forceinline__ void blocks_meet(u64* counter) { wait_at(counter, arrive_at(counter, gridDim.x)); }
+    // By a thread of the last warp, which is the least likely to have asked for keys: it would wait for them first.
+    __device__ void wait() const
+    {
+        if (threadIdx.x == CONSUMERS - 1) {
+            const u64 start = nanoseconds();
+            while (acquired(counter) < target)
+                if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
+        }
+        consumers_meet();
+    }
+    __device__ void meet() { arrive(), wait(); }
+};
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity)
 {
@@ -98,7 +105,8 @@ __device__ __forceinline__ u32& packed(u32* to, int column, int token)
 template <int SIZE, int TILES, int CHUNKS>
 __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, const u32* from, const Thread& me)
 {
-    constexpr int STEPS = CHUNKS * 4, MINE = (STEPS + WARPS - 1) / WARPS, STAGES = SIZE / 64 / CHUNKS, AHEAD = 2;
+    constexpr int STEPS = CHUNKS * 4, MINE = (STEPS + WARPS - 1) / WARPS, STAGES = SIZE / 64 / CHUNKS;
+    constexpr int AHEAD = MINE < 4 ? 4 : 2;
     static_assert(SIZE % (64 * CHUNKS) == 0 && TILES * TILE * CHUNKS <= SLOT_BYTES, "stages");
     u32 x[AHEAD][MINE][2];  // of the next stages
     auto load_stage = [&](u32 (&to)[MINE][2], int stage) {

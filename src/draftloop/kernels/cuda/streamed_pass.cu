@@ -40,6 +40,7 @@ struct Pass {
 struct Shared {
     u64 filled[SLOTS], freed[SLOTS];
     float scale[TOKENS];
+    AttentionMemory attention;
     float angles[TOKENS][HEAD_DIM];  // of the row that this block attends for
     float squares[HIDDEN_TILES][TOKENS];
     u32 residual[HIDDEN_TILES][32];  // this block's columns of the stream
@@ -106,18 +107,29 @@ __device__ __forceinline__ void add_residual(const float (&sums)[HIDDEN_TILES][4
     hand_on_squares(shared, squares);
 }
 
-// The norm's scale for each token, by one warp each; to be read when the block's warps have met.
-__device__ __forceinline__ void find_scale(Shared& shared, const float* squares, float eps, const Thread& me)
-{
-    static_assert(TOKENS == WARPS, "a warp for each token");
-    float sum = 0;
-    #pragma unroll
-    for (int block = 0; block < HIDDEN_BLOCKS; block += 32)
-        if (block + me.lane < HIDDEN_BLOCKS) sum += __ldcg(squares + (block + me.lane) * TOKENS + me.warp);
-    #pragma unroll
-    for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-    if (me.lane == 0) shared.scale[me.warp] = rsqrtf(sum / HIDDEN + eps);
-}
+// A norm's scale for each token, by one warp each: asked for before a product, found behind it.
+struct Squares {
+    float parts[(HIDDEN_BLOCKS + 31) / 32];
+    __device__ Squares(const float* squares, const Thread& me)
+    {
+        static_assert(TOKENS == WARPS, "a warp for each token");
+        #pragma unroll
+        for (int i = 0; i < (HIDDEN_BLOCKS + 31) / 32; i++) {
+            const int block = i * 32 + me.lane;
+            parts[i] = block < HIDDEN_BLOCKS ? load_float(squares + block * TOKENS + me.warp) : 0;
+        }
+    }
+    // to be read when the block's warps have met
+    __device__ void find_scale(Shared& shared, float eps, const Thread& me) const
+    {
+        float sum = 0;
+        #pragma unroll
+        for (int i = 0; i < (HIDDEN_BLOCKS + 31) / 32; i++) sum += parts[i];
+        #pragma unroll
+        for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+        if (me.lane == 0) shared.scale[me.warp] = rsqrtf(sum / HIDDEN + eps);
+    }
+};
 
 // This thread's pair of a norm's weights, for each of its tiles.
 __device__ __forceinline__ const u32* weights_of(const u32* norm, int tile, const Thread& me)
@@ -129,9 +141,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
 {
     unsigned char* memory = shared_memory();
     float2* scratch = (float2*)(memory + SLOTS * SLOT_BYTES);
-    AttentionMemory& attention = *(AttentionMemory*)scratch;
-    uint4* values = (uint4*)(memory + SLOTS * SLOT_BYTES + SCRATCH_BYTES);
-    Shared& shared = *(Shared*)(memory + SLOTS * SLOT_BYTES + SCRATCH_BYTES + VALUES_BYTES);
+    uint4* values = (uint4*)scratch;  // at other times
+    Shared& shared = *(Shared*)(memory + SLOTS * SLOT_BYTES + SCRATCH_BYTES);
     Ring ring{address(memory), address(shared.filled), address(shared.freed)};
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < SLOTS; slot++) {
@@ -156,6 +167,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
             const long long position = pass.batch.positions[share.start + i / HEAD_DIM];
             shared.angles[i / HEAD_DIM][i % HEAD_DIM] = pass.batch.cos_sin[position * HEAD_DIM + i % HEAD_DIM];
         }
+    Meeting all_blocks(pass.counter, gridDim.x);
+    Meeting splits(pass.partials.counters + share.item, MAX_SPLITS);  // of a row; those that it has count for all
     Tensors layer = pass.layers[0].tensors;
     if (has_hidden) {
         for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
@@ -168,12 +181,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
 
     for (int index = 0; index < pass.num_layers; index++) {
         const Tensors next = pass.layers[index + 1].tensors;
-        blocks_meet(pass.counter);
+        all_blocks.meet();
 
         if (block < QKV_BLOCKS) {
-            find_scale(shared, squares[1], pass.eps, me);
+            const Squares of_tokens(squares[1], me);
             float sums[QKV_TILES][4];
             multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, pass.hidden, me);
+            of_tokens.find_scale(shared, pass.eps, me);
             add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
                 const float scale = shared.scale[me.token];
                 if (me.is_live)
@@ -181,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
                         rounded(values[0].x * scale, values[0].y * scale);
             });
         }
-        const u64 target = arrive_at(pass.counter, gridDim.x);
+        all_blocks.arrive();
         if (has_hidden)
             for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
                 copy_later(&shared.gain[0][tile][me.lane], weights_of(layer.mlp_norm, tile, me));
@@ -189,19 +203,18 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
             }
         Keys keys;
         if (share.is_any) ask_for_tile(keys, values, share, share.begin, layer.keys, layer.values, me);
-        wait_at(pass.counter, target);
+        all_blocks.wait();
 
         if (share.is_any) {
-            take_in(attention, values, (const uint4*)pass.qkv, share, shared.angles, pass.batch, layer.keys, layer.values);
+            take_in(shared.attention, values, (const uint4*)pass.qkv, share, shared.angles, pass.batch, layer.keys, layer.values);
             consumers_meet();
-            attend(attention, keys, values, share, pass.batch, pass.partials, layer.keys, layer.values, me);
-            // all meetings of a row count alike, however many splits there are
-            const int num_splits = pass.batch.num_splits, is_last = share.split == num_splits - 1;
-            u64* counter = pass.partials.counters + share.item;
-            wait_at(counter, arrive_at(counter, MAX_SPLITS, is_last ? MAX_SPLITS - share.split : 1));
+            attend(shared.attention, keys, values, share, pass.batch, pass.partials, layer.keys, layer.values, me);
+            const int num_splits = pass.batch.num_splits;
+            splits.arrive(share.split == num_splits - 1 ? MAX_SPLITS - share.split : 1);
+            splits.wait();
             combine(pass.attended, share, num_splits, pass.partials);
         }
-        blocks_meet(pass.counter);
+        all_blocks.meet();
 
         if (has_hidden) {
             float sums[HIDDEN_TILES][4];
@@ -209,13 +222,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
             await_copies();  // of gains
             add_residual(sums, shared, scratch, shared.gain[0], nullptr, pass.hidden, squares[0], me);
         }
-        blocks_meet(pass.counter);
+        all_blocks.meet();
 
         if (block < INNER_BLOCKS) {
-            find_scale(shared, squares[0], pass.eps, me);
+            const Squares of_tokens(squares[0], me);
             for (int part = 0; part < PASSES; part++) {
                 float sums[2 * PASS_TILES][4];
                 multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, pass.hidden, me);
+                if (part == 0) of_tokens.find_scale(shared, pass.eps, me);
                 add_up<2>(sums, scratch, me, [&](int tile, const float2 (&values)[2]) {
                     const float scale = shared.scale[me.token];
                     // rounded between the steps, as models are in training
@@ -228,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
                 });
             }
         }
-        blocks_meet(pass.counter);
+        all_blocks.meet();
 
         if (has_hidden) {
             float sums[HIDDEN_TILES][4];
@@ -238,9 +252,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
         }
         layer = next;
     }
-    blocks_meet(pass.counter);
+    all_blocks.meet();
     if (!has_hidden) return;
-    find_scale(shared, squares[1], pass.eps, me);
+    Squares(squares[1], me).find_scale(shared, pass.eps, me);
     consumers_meet();
     const float scale = shared.scale[me.token];
     for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
