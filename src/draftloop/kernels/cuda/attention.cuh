@@ -55,7 +55,7 @@ struct Share {  // a block's, of attention in each layer
 struct Keys { uint4 part[HEAD_DIM / 32][2]; };  // a thread's, of a tile
 
 // Chunks of rows are swizzled so that 8 rows at the same chunk, or 2 at the same 4, are in different banks.
-__device__ __forceinline__ int place(int row, int chunk) { return row * CHUNKS + (chunk ^ (row % 2 * 4 + row / 2 % 4)); }
+__device__ __forceinline__ u32 place(u32 row, u32 chunk) { return row * CHUNKS + (chunk ^ (row % 2 * 4 + row / 2 % 4)); }
 
 __device__ __forceinline__ Share share_of(const Batch& batch)
 {
@@ -88,22 +88,23 @@ __device__ __forceinline__ void ask_for_tile(Keys& keys, uint4* values, const Sh
     const int page = first == share.begin ? share.page : share.pages[key / PAGE_SIZE];
     const long long slot = (long long)page * PAGE_SIZE + key % PAGE_SIZE;
     const long long at = (slot * KV_HEADS + share.kv_head) * CHUNKS;
-    int lane = me.lane;
-    forget(lane);  // else what follows from it would be kept from layer to layer, which registers have no room for
+    int thread = threadIdx.x;
+    forget(thread);  // else what follows from it would be kept from layer to layer, which registers have no room for
+    const u32 warp = thread / 32u, lane = thread % 32u;
     #pragma unroll
     for (int half = 0; half < 2; half++)
         #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i++) {
-            const int line = lane / 4 + 8 * half;
+            const u32 line = lane / 4 + 8 * half;
             keys.part[i][half] = make_uint4(0, 0, 0, 0);
-            if (line < live)
+            if ((int)line < live)
                 keys.part[i][half] = load_four(cached_keys + at + line * (KV_HEADS * CHUNKS) + 4 * i + lane % 4);
         }
     #pragma unroll
     for (int i = 0; i < KEYS * CHUNKS / 32; i++) {
-        const int line = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
-        const bool is_live = line < live;  // what is no key may be anything, NaN too
-        copy_later(values + place(me.warp * KEYS + line, chunk),
+        const u32 line = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
+        const bool is_live = (int)line < live;  // what is no key may be anything, NaN too
+        copy_later(values + place(warp * KEYS + line, chunk),
                    cached_values + at + (is_live ? line * (KV_HEADS * CHUNKS) + chunk : 0), !is_live);
     }
 }
