@@ -31,12 +31,12 @@ from draftloop.kernels.streamed_pass import (
     TILE_BYTES,
     PassBatch,
     PassWeights,
-    Scratch,
     Shape,
     boxes,
     can_attend,
     definitions,
     fill_in,
+    handed_bytes,
     layer_addresses,
     make_plan,
     token_limit,
@@ -219,12 +219,12 @@ def test_it_computes_the_same_as_fibers_on_the_host(case: Case, tmp_path: Path) 
     aligned[start:][: len(table)] = torch.frombuffer(bytearray(table), dtype=torch.uint8)
 
     out, residuals = torch.full_like(expected[0], torch.nan), torch.full((case.num_layers, *expected[0].shape), torch.nan)
-    residuals, scratch = residuals.bfloat16(), Scratch(case.shape, plan.num_blocks, device)
+    residuals, counter = residuals.bfloat16(), torch.zeros(1, dtype=torch.int64)
+    handed = torch.zeros(handed_bytes(case.shape, plan.num_blocks), dtype=torch.uint8)
     tables = PassBatch(**{name: getattr(batch, name) for name in PassBatch._fields})
     for _ in range(2):  # counters go on from where they were
-        one = fill_in(
-            weights, aligned.data_ptr() + start, scratch, expected[1], out, residuals, tables, plan.num_blocks
-        )
+        place, memory = aligned.data_ptr() + start, (handed, counter)
+        one = fill_in(weights, place, *memory, expected[1], out, residuals, tables, plan.num_blocks)
         assert launch(plan.num_blocks, ctypes.byref(one)), "blocks wait for ever"
     check(case, [out, expected[1], *residuals], expected, cache, plain_cache)
 

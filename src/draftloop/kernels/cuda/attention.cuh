@@ -39,10 +39,9 @@ struct Batch {  // as attention.base.AttentionBatch
     float scale;  // of scores that are exponents of 2
 };
 
-struct Partials {
-    float* results;  // [items, splits, QUERIES, HEAD_DIM]
-    float2* sums;    // [items, splits, QUERIES]: the highest score, and the total weight
-    u64* counters;   // [items]
+struct Partials {  // of the splits, each of which is a block
+    u32 sums[NUM_BLOCKS][QUERIES][2];  // the highest score, and the total weight
+    u32 results[NUM_BLOCKS][QUERIES][HEAD_DIM];
 };
 
 struct Share {  // a block's, of attention in each layer
@@ -98,7 +97,7 @@ __device__ __forceinline__ void ask_for_tile(Keys& keys, uint4* values, const Sh
             const u32 line = lane / 4 + 8 * half;
             keys.part[i][half] = make_uint4(0, 0, 0, 0);
             if ((int)line < live)
-                keys.part[i][half] = load_four(cached_keys + at + line * (KV_HEADS * CHUNKS) + 4 * i + lane % 4);
+                keys.part[i][half] = load_past_caches(cached_keys + at + line * (KV_HEADS * CHUNKS) + 4 * i + lane % 4);
         }
     #pragma unroll
     for (int i = 0; i < KEYS * CHUNKS / 32; i++) {
@@ -123,6 +122,11 @@ __device__ __forceinline__ void rotate(uint4& first, uint4& second, const float*
     }
 }
 
+__device__ __forceinline__ bool is_there(const uint4& x)
+{
+    return x.x != EMPTY && x.y != EMPTY && x.z != EMPTY && x.w != EMPTY;
+}
+
 // This pass's queries; for the split that begins with them, its keys and values, which go to the cache too.
 __device__ __forceinline__ void take_in(AttentionMemory& memory, uint4* values, const uint4* qkv, const Share& share,
                                         const float (&angles)[TOKENS][HEAD_DIM], const Batch& batch,
@@ -140,7 +144,7 @@ __device__ __forceinline__ void take_in(AttentionMemory& memory, uint4* values, 
         uint4 first = make_uint4(0, 0, 0, 0), second = first;
         if (token < num_tokens) {
             const uint4* from = qkv + ((share.start + token) * ALL_HEADS + head) * CHUNKS + chunk;
-            first = load_four(from), second = load_four(from + HALF);
+            look_until([&] { return load(first, from), load(second, from + HALF), is_there(first) && is_there(second); });
             if (!is_value) rotate(first, second, angles[token] + chunk * 8, angles[token] + HEAD_DIM / 2 + chunk * 8);
         }
         uint4* to = is_query ? memory.queries : is_value ? values : memory.new_keys;
@@ -247,7 +251,7 @@ __device__ __forceinline__ void fold(Folded& folded, const AttentionMemory& memo
 
 // `keys` and `values` have been asked for as far as they are in the cache, from the split's first tile on.
 __device__ __forceinline__ void attend(AttentionMemory& memory, Keys& keys, uint4* values, const Share& share,
-                                       const Batch& batch, const Partials& partials, const uint4* cached_keys,
+                                       const Batch& batch, Partials& partials, const uint4* cached_keys,
                                        const uint4* cached_values, const Thread& me)
 {
     Folded folded;
@@ -269,18 +273,17 @@ __device__ __forceinline__ void attend(AttentionMemory& memory, Keys& keys, uint
             for (int slot = 0; slot < WARPS && first + slot < share.end; slot++) fold(folded, memory, values, slot, me);
     }
     if (me.warp >= HEAD_DIM / 16) return;
-    const int unit = share.item * MAX_SPLITS + share.split;
-    float* results = partials.results + (long long)unit * QUERIES * HEAD_DIM + me.warp * 16 + me.token;
     #pragma unroll
     for (int group = 0; group < QUERY_TILES; group++)
         #pragma unroll
         for (int which = 0; which < 2; which++) {
             const int query = group * 8 + 2 * me.pair + which;
-            results[query * HEAD_DIM] = folded.results[group][which];
-            results[query * HEAD_DIM + 8] = folded.results[group][2 + which];
+            u32* results = partials.results[blockIdx.x][query] + me.warp * 16 + me.token;
+            store(results, __float_as_uint(folded.results[group][which]));
+            store(results + 8, __float_as_uint(folded.results[group][2 + which]));
             if (me.warp == 0 && me.token == 0)
-                partials.sums[unit * QUERIES + query] =
-                    make_float2(folded.peaks[group][which], folded.totals[group][which]);
+                store(partials.sums[blockIdx.x][query], __float_as_uint(folded.peaks[group][which]),
+                      __float_as_uint(folded.totals[group][which]));
         }
 }
 
@@ -291,28 +294,47 @@ __device__ __forceinline__ void combine(u32* attended, const Share& share, int n
     const int all = share.num_tokens * GROUP * PAIRS, each = (all + num_splits * 32 - 1) / (num_splits * 32) * 32;
     const int begin = share.split * each, end = min(begin + each, all);
     for (int i = begin + threadIdx.x; i < end; i += CONSUMERS) {
-        const int query = i / PAIRS, pair = i % PAIRS, unit = share.item * MAX_SPLITS;
-        float2 sums[MAX_SPLITS], results[MAX_SPLITS];
-        #pragma unroll
-        for (int split = 0; split < MAX_SPLITS; split++) {
-            sums[split] = make_float2(lowest(), 0), results[split] = make_float2(0, 0);
-            if (split >= num_splits) continue;
-            const int at = (unit + split) * QUERIES + query;
-            sums[split] = __ldcg(partials.sums + at);
-            results[split] = __ldcg((const float2*)partials.results + (long long)at * PAIRS + pair);
-        }
+        const int query = i / PAIRS, pair = i % PAIRS;
+        u32 sums[MAX_SPLITS][2], results[MAX_SPLITS][2];
+        look_until([&] {
+            bool is_all = true;
+            #pragma unroll
+            for (int split = 0; split < MAX_SPLITS; split++) {
+                sums[split][0] = __float_as_uint(lowest()), sums[split][1] = results[split][0] = results[split][1] = 0;
+                if (split >= num_splits) continue;
+                const int unit = share.item * num_splits + split;
+                load(sums[split], partials.sums[unit][query]);
+                load(results[split], partials.results[unit][query] + 2 * pair);
+            }
+            #pragma unroll
+            for (int split = 0; split < MAX_SPLITS; split++)
+                #pragma unroll
+                for (int side = 0; side < 2; side++)
+                    is_all = is_all && sums[split][side] != EMPTY && results[split][side] != EMPTY;
+            return is_all;
+        });
         float peak = lowest(), total = 0, first = 0, second = 0;
         #pragma unroll
-        for (int split = 0; split < MAX_SPLITS; split++) peak = fmaxf(peak, sums[split].x);
+        for (int split = 0; split < MAX_SPLITS; split++) peak = fmaxf(peak, __uint_as_float(sums[split][0]));
         const float shift = peak == lowest() ? 0 : peak;
         #pragma unroll
         for (int split = 0; split < MAX_SPLITS; split++) {
-            const float weight = power_of_two(sums[split].x - shift);
-            total += weight * sums[split].y;
-            first += weight * results[split].x, second += weight * results[split].y;
+            const float weight = power_of_two(__uint_as_float(sums[split][0]) - shift);
+            total += weight * __uint_as_float(sums[split][1]);
+            first += weight * __uint_as_float(results[split][0]), second += weight * __uint_as_float(results[split][1]);
         }
         const float scale = total == 0 ? 0 : 1 / total;  // padding attends to nothing
         const int column = (share.kv_head * GROUP + query % GROUP) * HEAD_DIM + 2 * pair;
-        packed(attended, column, share.start + query / GROUP) = rounded(first * scale, second * scale);
+        store(attended + packed(column, share.start + query / GROUP), rounded(first * scale, second * scale));
     }
+}
+
+// Nothing, for tokens behind those of the last row.
+__device__ __forceinline__ void attend_to_nothing(u32* attended, const Share& share, const Batch& batch, int num_tokens)
+{
+    if (share.item / KV_HEADS < batch.num_rows - 1 || share.split) return;
+    constexpr int PAIRS = GROUP * HEAD_DIM / 2;
+    const int first = batch.query_starts[batch.num_rows];
+    for (int i = threadIdx.x; i < (num_tokens - first) * PAIRS; i += CONSUMERS)
+        store(attended + packed(share.kv_head * GROUP * HEAD_DIM + i % PAIRS * 2, first + i / PAIRS), 0);
 }

@@ -5,7 +5,7 @@
 // memory is read while blocks wait for each other. Eight warps multiply; each takes every eighth step of 16 columns,
 // and their sums are added up in a fixed order.
 //
-// What blocks hand on is kept in the order in which tensor cores take it (`pack`). Products are m16n8k16: tokens are
+// Activations are kept in the order in which tensor cores take them (`packed`). Products are m16n8k16: tokens are
 // the 16, of which 8 are used, rows of weights the 8.
 #pragma once
 #include "instructions.cuh"
@@ -33,38 +33,33 @@ __device__ __forceinline__ Thread this_thread(int num_tokens)
 
 __device__ __forceinline__ void consumers_meet() { threads_meet(CONSUMERS); }
 
-// What a block wrote before it arrived is seen by all that have waited. Each meeting adds `size` to the counter, so where
-// it stood before the first of a launch, which no block has passed without this one, is the last multiple.
-struct Meeting {
-    u64* counter;
-    int size;
-    u64 target;
-    __device__ Meeting(u64* counter, int size) : counter(counter), size(size), target(acquired(counter) / size * size) {}
-    __device__ void arrive(int weight = 1)
-    {
-        consumers_meet();
-        target += size;
-        if (threadIdx.x == CONSUMERS - 1) add_released(counter, weight);
+// What blocks hand on says itself that it is there: before, its words are EMPTY, which no sum is and no pair of rounded
+// numbers. Whoever needs it looks until it is there, so nothing waits for more than its own inputs.
+constexpr u32 EMPTY = ~0u;
+template <class Look>
+__device__ __forceinline__ void look_until(Look is_there)
+{
+    if (is_there()) return;
+    const u64 start = nanoseconds();
+    while (!is_there())
+        if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
+}
+
+// All blocks. What they wrote before is seen by all behind. The counter only ever grows.
+__device__ __forceinline__ void blocks_meet(u64* counter)
+{
+    consumers_meet();
+    if (threadIdx.x == 0) {
+        const u64 target = (acquired(counter) / gridDim.x + 1) * gridDim.x;
+        add_released(counter, 1);
+        look_until([&] { return acquired(counter) >= target; });
     }
-    // By a thread of the last warp, which is the least likely to have asked for keys: it would wait for them first.
-    __device__ void wait() const
-    {
-        if (threadIdx.x == CONSUMERS - 1) {
-            const u64 start = nanoseconds();
-            while (acquired(counter) < target)
-                if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
-        }
-        consumers_meet();
-    }
-    __device__ void meet() { arrive(), wait(); }
-};
+    consumers_meet();
+}
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity)
 {
-    if (is_past(barrier, parity)) return;
-    const u64 start = nanoseconds();
-    while (!is_past(barrier, parity))
-        if (nanoseconds() - start > PATIENCE_NS) __trap();
+    look_until([&] { return is_past(barrier, parity); });
 }
 
 struct Ring {
@@ -96,9 +91,9 @@ __device__ __forceinline__ void fetch(Ring& ring, const TensorMap& map, int row,
 }
 
 // Where a pair of columns of 8 tokens stands, so that a thread finds its part of 16 columns side by side.
-__device__ __forceinline__ u32& packed(u32* to, int column, int token)
+__device__ __forceinline__ int packed(int column, int token)
 {
-    return to[(column / 16 * 32 + token * 4 + column % 8 / 2) * 2 + column / 8 % 2];
+    return (column / 16 * 32 + token * 4 + column % 8 / 2) * 2 + column / 8 % 2;
 }
 
 // This warp's share of the sums of TILES x 8 rows; of each four the first two are of tokens.
@@ -114,21 +109,34 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
         for (int i = 0; i < MINE; i++) {
             to[i][0] = to[i][1] = 0;
             if (me.is_live && (STEPS % WARPS == 0 || me.warp + i * WARPS < STEPS))
-                load_two(to[i], from + ((stage * STEPS + me.warp + i * WARPS) * 32 + me.lane) * 2);
+                load(to[i], from + ((stage * STEPS + me.warp + i * WARPS) * 32 + me.lane) * 2);
         }
+    };
+    auto is_there = [&](const u32 (&x)[MINE][2]) {
+        bool is_all = true;
+        #pragma unroll
+        for (int i = 0; i < MINE; i++) is_all = is_all && x[i][0] != EMPTY && x[i][1] != EMPTY;
+        return is_all;
     };
     #pragma unroll
     for (int tile = 0; tile < TILES; tile++) sums[tile][0] = sums[tile][1] = sums[tile][2] = sums[tile][3] = 0;
     int stages = STAGES;
     forget(stages);  // else the loop would be unrolled whole
-    #pragma unroll
-    for (int ahead = 0; ahead < AHEAD; ahead++)
-        if (ahead < STAGES) load_stage(x[ahead], ahead);
+    look_until([&] {
+        bool is_all = true;
+        #pragma unroll
+        for (int ahead = 0; ahead < AHEAD && ahead < STAGES; ahead++) load_stage(x[ahead], ahead);
+        #pragma unroll
+        for (int ahead = 0; ahead < AHEAD && ahead < STAGES; ahead++) is_all = is_all && is_there(x[ahead]);
+        return is_all;
+    });
     for (int first = 0; first < stages; first += AHEAD) {
         #pragma unroll
         for (int ahead = 0; ahead < AHEAD; ahead++) {
             const int stage = first + ahead;
             if (STAGES % AHEAD && stage >= stages) break;
+            if (!is_there(x[ahead]))
+                look_until([&] { return load_stage(x[ahead], stage), is_there(x[ahead]); });
             wait(ring.filled(), ring.parity);
             __syncwarp();
             u32 seen = 0;
