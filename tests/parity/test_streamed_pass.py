@@ -68,8 +68,8 @@ class Case(NamedTuple):
 
 
 CASES = [
-    # 4 splits; the last tile and the last page are not full
-    Case(Shape(128, 192, 4, 2, 64), 3, 16, [5], [71]),
+    # more layers than sets; 4 splits; the last tile and the last page are not full
+    Case(Shape(128, 192, 4, 2, 64), 6, 16, [5], [71]),
     # a split for each row, a tile that is full, no keys but one's own, padding; an odd number of heads
     Case(Shape(192, 128, 3, 1, 128), 2, 32, [1] * 8, [0, 16, 17, None, 1, 33, 64, 40]),
     # more tiles than warps; 32 queries; several passes over an odd number of gates
@@ -177,7 +177,7 @@ def check(case: Case, found: Sequence[Tensor], expected: Sequence[Tensor], cache
         if old is not None
     ]
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert distance(one[live], other[live]) < 2e-2, f"tensor {index} of {len(found)}"
+        assert distance(one[live], other[live]) < 5e-3 * (2 + case.num_layers), f"tensor {index} of {len(found)}"
     for layer in range(case.num_layers):
         for side in range(2):
             # page 0 is nobody's
@@ -225,7 +225,9 @@ def test_it_computes_the_same_as_fibers_on_the_host(case: Case, tmp_path: Path) 
     for _ in range(2):  # counters go on from where they were
         place, memory = aligned.data_ptr() + start, (handed, counter)
         one = fill_in(weights, place, *memory, expected[1], out, residuals, tables, plan.num_blocks)
+        before = out.clone()
         assert launch(plan.num_blocks, ctypes.byref(one)), "blocks wait for ever"
+    assert torch.equal(bits(out), bits(before)), "who is faster changes results"
     check(case, [out, expected[1], *residuals], expected, cache, plain_cache)
 
 

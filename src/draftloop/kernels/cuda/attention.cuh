@@ -144,7 +144,12 @@ __device__ __forceinline__ void take_in(AttentionMemory& memory, uint4* values, 
         uint4 first = make_uint4(0, 0, 0, 0), second = first;
         if (token < num_tokens) {
             const uint4* from = qkv + ((share.start + token) * ALL_HEADS + head) * CHUNKS + chunk;
-            look_until([&] { return load(first, from), load(second, from + HALF), is_there(first) && is_there(second); });
+            first = second = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+            look_until([&] {
+                if (!is_there(first)) load(first, from);
+                if (!is_there(second)) load(second, from + HALF);
+                return is_there(first) && is_there(second);
+            });
             if (!is_value) rotate(first, second, angles[token] + chunk * 8, angles[token] + HEAD_DIM / 2 + chunk * 8);
         }
         uint4* to = is_query ? memory.queries : is_value ? values : memory.new_keys;
@@ -296,22 +301,21 @@ __device__ __forceinline__ void combine(u32* attended, const Share& share, int n
     for (int i = begin + threadIdx.x; i < end; i += CONSUMERS) {
         const int query = i / PAIRS, pair = i % PAIRS;
         u32 sums[MAX_SPLITS][2], results[MAX_SPLITS][2];
+        #pragma unroll
+        for (int split = 0; split < MAX_SPLITS; split++) {
+            const bool is_any = split < num_splits;
+            sums[split][0] = is_any ? EMPTY : __float_as_uint(lowest()), sums[split][1] = is_any ? EMPTY : 0;
+            results[split][0] = results[split][1] = is_any ? EMPTY : 0;
+        }
+        // sums first, which come last and are few
+        const int unit = share.item * num_splits;
         look_until([&] {
-            bool is_all = true;
-            #pragma unroll
-            for (int split = 0; split < MAX_SPLITS; split++) {
-                sums[split][0] = __float_as_uint(lowest()), sums[split][1] = results[split][0] = results[split][1] = 0;
-                if (split >= num_splits) continue;
-                const int unit = share.item * num_splits + split;
-                load(sums[split], partials.sums[unit][query]);
-                load(results[split], partials.results[unit][query] + 2 * pair);
-            }
-            #pragma unroll
-            for (int split = 0; split < MAX_SPLITS; split++)
-                #pragma unroll
-                for (int side = 0; side < 2; side++)
-                    is_all = is_all && sums[split][side] != EMPTY && results[split][side] != EMPTY;
-            return is_all;
+            load_missing(sums, [&](int split) { return partials.sums[unit + split][query]; });
+            return are_there(sums);
+        });
+        look_until([&] {
+            load_missing(results, [&](int split) { return partials.results[unit + split][query] + 2 * pair; });
+            return are_there(results);
         });
         float peak = lowest(), total = 0, first = 0, second = 0;
         #pragma unroll

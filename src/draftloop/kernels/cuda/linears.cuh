@@ -45,6 +45,22 @@ __device__ __forceinline__ void look_until(Look is_there)
         if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
 }
 
+template <int N>
+__device__ __forceinline__ bool are_there(const u32 (&pairs)[N][2])
+{
+    bool is_all = true;
+    #pragma unroll
+    for (int i = 0; i < N; i++) is_all = is_all && pairs[i][0] != EMPTY && pairs[i][1] != EMPTY;
+    return is_all;
+}
+template <int N, class From>
+__device__ __forceinline__ void load_missing(u32 (&pairs)[N][2], From from)
+{
+    #pragma unroll
+    for (int i = 0; i < N; i++)
+        if (pairs[i][0] == EMPTY || pairs[i][1] == EMPTY) load(pairs[i], from(i));
+}
+
 // All blocks. What they wrote before is seen by all behind. The counter only ever grows.
 __device__ __forceinline__ void blocks_meet(u64* counter)
 {
@@ -104,39 +120,33 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
     constexpr int AHEAD = MINE < 4 ? 4 : 2;
     static_assert(SIZE % (64 * CHUNKS) == 0 && TILES * TILE * CHUNKS <= SLOT_BYTES, "stages");
     u32 x[AHEAD][MINE][2];  // of the next stages
-    auto load_stage = [&](u32 (&to)[MINE][2], int stage) {
+    auto empty = [&](u32 (&x)[MINE][2]) {
         #pragma unroll
-        for (int i = 0; i < MINE; i++) {
-            to[i][0] = to[i][1] = 0;
-            if (me.is_live && (STEPS % WARPS == 0 || me.warp + i * WARPS < STEPS))
-                load(to[i], from + ((stage * STEPS + me.warp + i * WARPS) * 32 + me.lane) * 2);
-        }
+        for (int i = 0; i < MINE; i++)
+            x[i][0] = x[i][1] = me.is_live && (STEPS % WARPS == 0 || me.warp + i * WARPS < STEPS) ? EMPTY : 0;
     };
-    auto is_there = [&](const u32 (&x)[MINE][2]) {
-        bool is_all = true;
-        #pragma unroll
-        for (int i = 0; i < MINE; i++) is_all = is_all && x[i][0] != EMPTY && x[i][1] != EMPTY;
-        return is_all;
+    auto look = [&](u32 (&x)[MINE][2], int stage) {
+        load_missing(x, [&](int i) { return from + ((stage * STEPS + me.warp + i * WARPS) * 32 + me.lane) * 2; });
     };
     #pragma unroll
     for (int tile = 0; tile < TILES; tile++) sums[tile][0] = sums[tile][1] = sums[tile][2] = sums[tile][3] = 0;
     int stages = STAGES;
     forget(stages);  // else the loop would be unrolled whole
+    #pragma unroll
+    for (int ahead = 0; ahead < AHEAD; ahead++) empty(x[ahead]);
+    u32 first[1][2] = {{x[0][0][0], x[0][0][1]}};  // while that is missing, no others are looked for
     look_until([&] {
-        bool is_all = true;
-        #pragma unroll
-        for (int ahead = 0; ahead < AHEAD && ahead < STAGES; ahead++) load_stage(x[ahead], ahead);
-        #pragma unroll
-        for (int ahead = 0; ahead < AHEAD && ahead < STAGES; ahead++) is_all = is_all && is_there(x[ahead]);
-        return is_all;
+        load_missing(first, [&](int) { return from + (me.warp * 32 + me.lane) * 2; });
+        return are_there(first);
     });
-    for (int first = 0; first < stages; first += AHEAD) {
+    #pragma unroll
+    for (int ahead = 0; ahead < AHEAD && ahead < STAGES; ahead++) look(x[ahead], ahead);
+    for (int begin = 0; begin < stages; begin += AHEAD) {
         #pragma unroll
         for (int ahead = 0; ahead < AHEAD; ahead++) {
-            const int stage = first + ahead;
+            const int stage = begin + ahead;
             if (STAGES % AHEAD && stage >= stages) break;
-            if (!is_there(x[ahead]))
-                look_until([&] { return load_stage(x[ahead], stage), is_there(x[ahead]); });
+            if (!are_there(x[ahead])) look_until([&] { return look(x[ahead], stage), are_there(x[ahead]); });
             wait(ring.filled(), ring.parity);
             __syncwarp();
             u32 seen = 0;
@@ -163,7 +173,8 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
             // the slot is free when its loads have returned, not when they have been issued: arrivals overtake them
             if (me.lane == 0) arrive(ring.freed() + (seen & me.never));
             ring.advance();
-            if (stage + AHEAD < stages) load_stage(x[ahead], stage + AHEAD);
+            empty(x[ahead]);
+            if (stage + AHEAD < stages) look(x[ahead], stage + AHEAD);
         }
     }
 }

@@ -132,16 +132,19 @@ struct Scale {
     __device__ Scale(const u32 (&all)[HIDDEN_BLOCKS][TOKENS], const Thread& me) : squares(all[me.lane] + me.warp)
     {
         static_assert(TOKENS == WARPS, "a warp for each token");
-        look(me);
+        #pragma unroll
+        for (int i = 0; i < PARTS; i++) parts[i] = i * 32 + me.lane < HIDDEN_BLOCKS ? EMPTY : 0;
+        load_missing();
     }
-    __device__ bool look(const Thread& me)
+    __device__ void load_missing()
+    {
+        #pragma unroll
+        for (int i = 0; i < PARTS; i++)
+            if (parts[i] == EMPTY) load(parts[i], squares + i * 32 * TOKENS);
+    }
+    __device__ bool is_there() const
     {
         bool is_all = true;
-        #pragma unroll
-        for (int i = 0; i < PARTS; i++) {
-            parts[i] = 0;
-            if (i * 32 + me.lane < HIDDEN_BLOCKS) load(parts[i], squares + i * 32 * TOKENS);
-        }
         #pragma unroll
         for (int i = 0; i < PARTS; i++) is_all = is_all && parts[i] != EMPTY;
         return is_all;
@@ -149,10 +152,7 @@ struct Scale {
     __device__ void find(Shared& shared, float eps, const Thread& me)
     {
         float sum = 0;
-        bool is_all = true;
-        #pragma unroll
-        for (int i = 0; i < PARTS; i++) is_all = is_all && parts[i] != EMPTY;
-        if (!is_all) look_until([&] { return look(me); });
+        look_until([&] { return is_there() || (load_missing(), is_there()); });
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < PARTS; i++) sum += __uint_as_float(parts[i]);
