@@ -307,15 +307,11 @@ __device__ __forceinline__ void combine(u32* attended, const Share& share, int n
             sums[split][0] = is_any ? EMPTY : __float_as_uint(lowest()), sums[split][1] = is_any ? EMPTY : 0;
             results[split][0] = results[split][1] = is_any ? EMPTY : 0;
         }
-        // sums first, which come last and are few
         const int unit = share.item * num_splits;
         look_until([&] {
             load_missing(sums, [&](int split) { return partials.sums[unit + split][query]; });
-            return are_there(sums);
-        });
-        look_until([&] {
             load_missing(results, [&](int split) { return partials.results[unit + split][query] + 2 * pair; });
-            return are_there(results);
+            return are_there(sums) && are_there(results);
         });
         float peak = lowest(), total = 0, first = 0, second = 0;
         #pragma unroll

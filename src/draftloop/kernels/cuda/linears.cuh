@@ -18,14 +18,14 @@ struct Thread {
     int warp, lane, token, pair;  // of a product a thread holds one token, columns 2 * pair and the next
     u32 offset;                   // of the row that it gives ldmatrix, swizzled as the copy engine does
     u32 never;                    // 0, which the compiler does not know
-    bool is_live;                 // whether its token is one
+    bool is_live, are_few;        // whether its token is one; whether there are at most two
 };
 
 __device__ __forceinline__ Thread this_thread(int num_tokens)
 {
     Thread me;
     me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32, me.token = me.lane / 4, me.pair = me.lane % 4;
-    me.is_live = me.token < num_tokens, me.never = num_tokens > TOKENS ? ~0u : 0;
+    me.is_live = me.token < num_tokens, me.are_few = num_tokens <= 2, me.never = num_tokens > TOKENS ? ~0u : 0;
     const int matrix = me.lane / 8, line = me.lane % 8;  // of four: columns 0 and 8 of a tile, then of the next tile
     me.offset = matrix / 2 * TILE + line * 128 + ((me.warp % 4 * 2 + matrix % 2) ^ line) * 16;
     return me;
@@ -134,13 +134,18 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
     forget(stages);  // else the loop would be unrolled whole
     #pragma unroll
     for (int ahead = 0; ahead < AHEAD; ahead++) empty(x[ahead]);
-    u32 first[1][2] = {{x[0][0][0], x[0][0][1]}};  // while that is missing, no others are looked for
-    look_until([&] {
-        load_missing(first, [&](int) { return from + (me.warp * 32 + me.lane) * 2; });
-        return are_there(first);
-    });
     #pragma unroll
     for (int ahead = 0; ahead < AHEAD && ahead < STAGES; ahead++) look(x[ahead], ahead);
+    look_until([&] {
+        if (are_there(x[0])) return true;
+        look(x[0], 0);
+        #pragma unroll
+        for (int ahead = 1; ahead < AHEAD && ahead < STAGES; ahead++)
+            if (me.are_few) look(x[ahead], ahead);  // of many tokens that would take bandwidth from weights
+        return are_there(x[0]);
+    });
+    #pragma unroll
+    for (int ahead = 1; ahead < AHEAD && ahead < STAGES; ahead++) look(x[ahead], ahead);
     for (int begin = 0; begin < stages; begin += AHEAD) {
         #pragma unroll
         for (int ahead = 0; ahead < AHEAD; ahead++) {
