@@ -69,14 +69,13 @@ static float __uint_as_float(unsigned bits)
     memcpy(&value, &bits, 4);
     return value;
 }
-static void __threadfence() {}
 static unsigned bits_of(float value)
 {
     unsigned bits;
     memcpy(&bits, &value, 4);
     return bits;
 }
-#define __float_as_uint bits_of
+template <class T> static T __ldcg(const T* p) { return *p; }
 static float quick_exp(float x) { return expf(x); }
 #define __expf quick_exp
 static float rsqrtf(float x) { return 1 / sqrtf(x); }

@@ -28,7 +28,8 @@ NEEDED = (
     "draftloop/py.typed",
     "draftloop/server/page/index.html",
     "draftloop/graphs/loop.cu",
-    "draftloop/kernels/streamed_layer.cu",
+    "draftloop/kernels/cuda/streamed_pass.cu",
+    "draftloop/kernels/cuda/attention.cuh",
     "draftloop/bench/prompts/mt_bench.jsonl",
     "draftloop/shipped/smollm2-135m-eagle3/model.safetensors",
 )

@@ -61,7 +61,13 @@ class Shape(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
 
-MEASURED: dict[str, dict[Shape, int]] = {}
+MEASURED: dict[str, dict[Shape, int]] = {
+    "NVIDIA H200": {
+        Shape(4096, 14336, 32, 8, 128): 8,
+        Shape(2048, 8192, 32, 8, 64): 8,
+        Shape(576, 1536, 9, 3, 64): 8,
+    }
+}
 """GPU -> shape -> up to how many tokens the kernel is faster than a pass of many: `draftloop.bench.sweep_streamed`."""
 
 
@@ -193,14 +199,17 @@ def definitions(shape: Shape, plan: Plan, *, max_query_len: int, page_size: int)
     heads = {"kv_heads": shape.num_kv_heads, "group": shape.group, "head_dim": shape.head_dim}
     attention = {**heads, "page_size": page_size, "query_tiles": -(-max_query_len * shape.group // 8)}
     memory = {"slots": SLOTS, "slot_bytes": SLOT_BYTES, "scratch_bytes": SCRATCH_BYTES, "shared_bytes": SHARED_BYTES}
-    return {name.upper(): value for name, value in {**sizes, **attention, **plan._asdict(), **memory}.items()}
+    found = {**sizes, **attention, **plan._asdict(), **memory}
+    return {name.upper(): value for name, value in found.items() if name != "num_blocks"}
 
 
 class KernelPass(ctypes.Structure):
     """`Pass` of streamed_pass.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("layers", "embedded", "residuals", "out", "handed", "counter")),
+        *((name, ctypes.c_void_p) for name in ("layers", "embedded", "residuals", "out")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "hidden", "attended", "inner", "squares")),
+        *((name, ctypes.c_void_p) for name in ("partial_results", "partial_sums", "row_counters", "counter")),
         *((name, ctypes.c_void_p) for name in (*PassBatch._fields, "cos_sin")),
         *((name, ctypes.c_int) for name in ("num_rows", "table_width", "num_splits")),
         ("scale", ctypes.c_float),
@@ -209,18 +218,31 @@ class KernelPass(ctypes.Structure):
     ]
 
 
-def handed_bytes(shape: Shape, num_blocks: int) -> int:
-    """At least what blocks hand on to each other: four times `Handed` of streamed_pass.cu."""
-    activations = 2 * MAX_TOKENS * (2 * shape.hidden + shape.qkv + shape.query + shape.inner)
-    squares = 4 * 2 * MAX_TOKENS * (shape.hidden // 8)
-    return 4 * (activations + squares + 4 * num_blocks * MAX_QUERIES * (shape.head_dim + 2))
+class Scratch:
+    """What blocks hand on to each other. One pass at a time uses it."""
+
+    def __init__(self, shape: Shape, num_blocks: int, device: torch.device) -> None:
+        def make(size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        queries = num_blocks * MAX_QUERIES
+        self.tensors = {
+            "qkv": make(MAX_TOKENS * shape.qkv),
+            "hidden": make(MAX_TOKENS * shape.hidden),
+            "attended": make(MAX_TOKENS * shape.query),
+            "inner": make(MAX_TOKENS * shape.inner),
+            "squares": make(2 * (shape.hidden // 8) * MAX_TOKENS, torch.float32),
+            "partial_results": make(queries * shape.head_dim, torch.float32),
+            "partial_sums": make(queries * 2, torch.float32),
+            "row_counters": make(num_blocks, torch.int64),
+            "counter": make(1, torch.int64),
+        }
 
 
 def fill_in(
     weights: PassWeights,
     layers_address: int,
-    handed: Tensor,
-    counter: Tensor,
+    scratch: Scratch,
     embedded_TC: Tensor,
     out_TC: Tensor,
     residuals_LTC: Tensor,
@@ -230,7 +252,7 @@ def fill_in(
     """The kernel's argument."""
     num_rows = batch.rows_R.shape[0]
     tensors = {"embedded": embedded_TC, "out": out_TC, "residuals": residuals_LTC, "cos_sin": weights.cos_sin_XD}
-    tensors |= {"handed": handed, "counter": counter, **batch._asdict()}
+    tensors |= {**scratch.tensors, **batch._asdict()}
     return KernelPass(
         layers=layers_address,
         num_rows=num_rows,
@@ -260,7 +282,7 @@ def boxes(layer: LayerWeights, plan: Plan) -> list[tuple[Tensor, int]]:
 
 
 class _Turns:
-    """Passes share memory: outside of a capture, where phases may run side by side while they are warmed up,
+    """Passes share scratch memory: outside of a capture, where phases may run side by side while they are warmed up,
     each waits for the one before."""
 
     def __init__(self) -> None:
@@ -277,7 +299,7 @@ class _Turns:
 
 
 class _Streamer:
-    """A decoder's layers and caches as the kernel finds them, and what blocks hand on."""
+    """A decoder's layers and caches as the kernel finds them, and its scratch memory."""
 
     def __init__(self, weights: PassWeights, caches: Sequence[Tensor]) -> None:
         self._device, self._shape = weights.final_norm_C.device, weights.shape
@@ -291,9 +313,7 @@ class _Streamer:
         table += bytes(LAYER_BYTES - TENSORS_BYTES) + weights.final_norm_C.data_ptr().to_bytes(TENSORS_BYTES, "little")
         # not aligned otherwise: allocations are, to 256 bytes at least
         self._layers = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self._device)
-        size = handed_bytes(self._shape, plan.num_blocks)
-        self._handed = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._counter = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._scratch = Scratch(self._shape, plan.num_blocks, self._device)
         torch.cuda.current_stream(self._device).synchronize()  # other streams use it next
 
     def _kernel(self, max_query_len: int) -> Any:
@@ -315,9 +335,9 @@ class _Streamer:
         batch: PassBatch,
         max_query_len: int,
     ) -> None:
-        blocks, memory = self._plan.num_blocks, (self._handed, self._counter)
+        blocks = self._plan.num_blocks
         one = fill_in(
-            weights, self._layers.data_ptr(), *memory, embedded_TC, out_TC, residuals_LTC, batch, blocks
+            weights, self._layers.data_ptr(), self._scratch, embedded_TC, out_TC, residuals_LTC, batch, blocks
         )
         addresses = (ctypes.c_void_p * 1)(ctypes.addressof(one))
         config = _launch_config(
@@ -392,8 +412,8 @@ def streamed_pass(
     out_TC = torch.empty_like(embedded_TC)
     residuals_LTC = embedded_TC.new_empty(len(weights.layers), *embedded_TC.shape)
     with _turns.lock:
-        key = tuple(tensor.data_ptr() for layer in weights.layers for tensor in layer)
-        key += (weights.final_norm_C.data_ptr(), *(cache.data_ptr() for cache in caches), *caches[0].shape)
+        tensors = [*(tensor for layer in weights.layers for tensor in layer), weights.final_norm_C, *caches]
+        key = (*weights.shape, *caches[0].shape, *(tensor.data_ptr() for tensor in tensors))
         if key not in _streamers:
             _streamers[key] = _Streamer(weights, caches)
         captured, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(device)

@@ -39,9 +39,10 @@ struct Batch {  // as attention.base.AttentionBatch
     float scale;  // of scores that are exponents of 2
 };
 
-struct Partials {  // of the splits, each of which is a block
-    u32 sums[NUM_BLOCKS][QUERIES][2];  // the highest score, and the total weight
-    u32 results[NUM_BLOCKS][QUERIES][HEAD_DIM];
+struct Partials {
+    float* results;  // [blocks, QUERIES, HEAD_DIM]: splits of an item are blocks side by side
+    float2* sums;    // [blocks, QUERIES]: the highest score, and the total weight
+    u64* counters;   // [items]
 };
 
 struct Share {  // a block's, of attention in each layer
@@ -97,7 +98,7 @@ __device__ __forceinline__ void ask_for_tile(Keys& keys, uint4* values, const Sh
             const u32 line = lane / 4 + 8 * half;
             keys.part[i][half] = make_uint4(0, 0, 0, 0);
             if ((int)line < live)
-                keys.part[i][half] = load_past_caches(cached_keys + at + line * (KV_HEADS * CHUNKS) + 4 * i + lane % 4);
+                keys.part[i][half] = load_four(cached_keys + at + line * (KV_HEADS * CHUNKS) + 4 * i + lane % 4);
         }
     #pragma unroll
     for (int i = 0; i < KEYS * CHUNKS / 32; i++) {
@@ -122,11 +123,6 @@ __device__ __forceinline__ void rotate(uint4& first, uint4& second, const float*
     }
 }
 
-__device__ __forceinline__ bool is_there(const uint4& x)
-{
-    return x.x != EMPTY && x.y != EMPTY && x.z != EMPTY && x.w != EMPTY;
-}
-
 // This pass's queries; for the split that begins with them, its keys and values, which go to the cache too.
 __device__ __forceinline__ void take_in(AttentionMemory& memory, uint4* values, const uint4* qkv, const Share& share,
                                         const float (&angles)[TOKENS][HEAD_DIM], const Batch& batch,
@@ -144,12 +140,7 @@ __device__ __forceinline__ void take_in(AttentionMemory& memory, uint4* values, 
         uint4 first = make_uint4(0, 0, 0, 0), second = first;
         if (token < num_tokens) {
             const uint4* from = qkv + ((share.start + token) * ALL_HEADS + head) * CHUNKS + chunk;
-            first = second = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
-            look_until([&] {
-                if (!is_there(first)) load(first, from);
-                if (!is_there(second)) load(second, from + HALF);
-                return is_there(first) && is_there(second);
-            });
+            first = load_four(from), second = load_four(from + HALF);
             if (!is_value) rotate(first, second, angles[token] + chunk * 8, angles[token] + HEAD_DIM / 2 + chunk * 8);
         }
         uint4* to = is_query ? memory.queries : is_value ? values : memory.new_keys;
@@ -256,7 +247,7 @@ __device__ __forceinline__ void fold(Folded& folded, const AttentionMemory& memo
 
 // `keys` and `values` have been asked for as far as they are in the cache, from the split's first tile on.
 __device__ __forceinline__ void attend(AttentionMemory& memory, Keys& keys, uint4* values, const Share& share,
-                                       const Batch& batch, Partials& partials, const uint4* cached_keys,
+                                       const Batch& batch, const Partials& partials, const uint4* cached_keys,
                                        const uint4* cached_values, const Thread& me)
 {
     Folded folded;
@@ -278,17 +269,17 @@ __device__ __forceinline__ void attend(AttentionMemory& memory, Keys& keys, uint
             for (int slot = 0; slot < WARPS && first + slot < share.end; slot++) fold(folded, memory, values, slot, me);
     }
     if (me.warp >= HEAD_DIM / 16) return;
+    float* results = partials.results + blockIdx.x * QUERIES * HEAD_DIM + me.warp * 16 + me.token;
     #pragma unroll
     for (int group = 0; group < QUERY_TILES; group++)
         #pragma unroll
         for (int which = 0; which < 2; which++) {
             const int query = group * 8 + 2 * me.pair + which;
-            u32* results = partials.results[blockIdx.x][query] + me.warp * 16 + me.token;
-            store(results, __float_as_uint(folded.results[group][which]));
-            store(results + 8, __float_as_uint(folded.results[group][2 + which]));
+            results[query * HEAD_DIM] = folded.results[group][which];
+            results[query * HEAD_DIM + 8] = folded.results[group][2 + which];
             if (me.warp == 0 && me.token == 0)
-                store(partials.sums[blockIdx.x][query], __float_as_uint(folded.peaks[group][which]),
-                      __float_as_uint(folded.totals[group][which]));
+                partials.sums[blockIdx.x * QUERIES + query] =
+                    make_float2(folded.peaks[group][which], folded.totals[group][which]);
         }
 }
 
@@ -300,41 +291,27 @@ __device__ __forceinline__ void combine(u32* attended, const Share& share, int n
     const int begin = share.split * each, end = min(begin + each, all);
     for (int i = begin + threadIdx.x; i < end; i += CONSUMERS) {
         const int query = i / PAIRS, pair = i % PAIRS;
-        u32 sums[MAX_SPLITS][2], results[MAX_SPLITS][2];
+        float2 sums[MAX_SPLITS], results[MAX_SPLITS];
         #pragma unroll
         for (int split = 0; split < MAX_SPLITS; split++) {
-            const bool is_any = split < num_splits;
-            sums[split][0] = is_any ? EMPTY : __float_as_uint(lowest()), sums[split][1] = is_any ? EMPTY : 0;
-            results[split][0] = results[split][1] = is_any ? EMPTY : 0;
+            sums[split] = make_float2(lowest(), 0), results[split] = make_float2(0, 0);
+            if (split >= num_splits) continue;
+            const int at = (share.item * num_splits + split) * QUERIES + query;
+            sums[split] = __ldcg(partials.sums + at);
+            results[split] = __ldcg((const float2*)partials.results + (long long)at * PAIRS + pair);
         }
-        const int unit = share.item * num_splits;
-        look_until([&] {
-            load_missing(sums, [&](int split) { return partials.sums[unit + split][query]; });
-            load_missing(results, [&](int split) { return partials.results[unit + split][query] + 2 * pair; });
-            return are_there(sums) && are_there(results);
-        });
         float peak = lowest(), total = 0, first = 0, second = 0;
         #pragma unroll
-        for (int split = 0; split < MAX_SPLITS; split++) peak = fmaxf(peak, __uint_as_float(sums[split][0]));
+        for (int split = 0; split < MAX_SPLITS; split++) peak = fmaxf(peak, sums[split].x);
         const float shift = peak == lowest() ? 0 : peak;
         #pragma unroll
         for (int split = 0; split < MAX_SPLITS; split++) {
-            const float weight = power_of_two(__uint_as_float(sums[split][0]) - shift);
-            total += weight * __uint_as_float(sums[split][1]);
-            first += weight * __uint_as_float(results[split][0]), second += weight * __uint_as_float(results[split][1]);
+            const float weight = power_of_two(sums[split].x - shift);
+            total += weight * sums[split].y;
+            first += weight * results[split].x, second += weight * results[split].y;
         }
         const float scale = total == 0 ? 0 : 1 / total;  // padding attends to nothing
         const int column = (share.kv_head * GROUP + query % GROUP) * HEAD_DIM + 2 * pair;
-        store(attended + packed(column, share.start + query / GROUP), rounded(first * scale, second * scale));
+        packed(attended, column, share.start + query / GROUP) = rounded(first * scale, second * scale);
     }
-}
-
-// Nothing, for tokens behind those of the last row.
-__device__ __forceinline__ void attend_to_nothing(u32* attended, const Share& share, const Batch& batch, int num_tokens)
-{
-    if (share.item / KV_HEADS < batch.num_rows - 1 || share.split) return;
-    constexpr int PAIRS = GROUP * HEAD_DIM / 2;
-    const int first = batch.query_starts[batch.num_rows];
-    for (int i = threadIdx.x; i < (num_tokens - first) * PAIRS; i += CONSUMERS)
-        store(attended + packed(share.kv_head * GROUP * HEAD_DIM + i % PAIRS * 2, first + i / PAIRS), 0);
 }

@@ -5,7 +5,7 @@
 // memory is read while blocks wait for each other. Eight warps multiply; each takes every eighth step of 16 columns,
 // and their sums are added up in a fixed order.
 //
-// Activations are kept in the order in which tensor cores take them (`packed`). Products are m16n8k16: tokens are
+// What blocks hand on is kept in the order in which tensor cores take it (`pack`). Products are m16n8k16: tokens are
 // the 16, of which 8 are used, rows of weights the 8.
 #pragma once
 #include "instructions.cuh"
@@ -18,14 +18,14 @@ struct Thread {
     int warp, lane, token, pair;  // of a product a thread holds one token, columns 2 * pair and the next
     u32 offset;                   // of the row that it gives ldmatrix, swizzled as the copy engine does
     u32 never;                    // 0, which the compiler does not know
-    bool is_live, are_few;        // whether its token is one; whether there are at most two
+    bool is_live;                 // whether its token is one
 };
 
 __device__ __forceinline__ Thread this_thread(int num_tokens)
 {
     Thread me;
     me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32, me.token = me.lane / 4, me.pair = me.lane % 4;
-    me.is_live = me.token < num_tokens, me.are_few = num_tokens <= 2, me.never = num_tokens > TOKENS ? ~0u : 0;
+    me.is_live = me.token < num_tokens, me.never = num_tokens > TOKENS ? ~0u : 0;
     const int matrix = me.lane / 8, line = me.lane % 8;  // of four: columns 0 and 8 of a tile, then of the next tile
     me.offset = matrix / 2 * TILE + line * 128 + ((me.warp % 4 * 2 + matrix % 2) ^ line) * 16;
     return me;
@@ -33,49 +33,38 @@ __device__ __forceinline__ Thread this_thread(int num_tokens)
 
 __device__ __forceinline__ void consumers_meet() { threads_meet(CONSUMERS); }
 
-// What blocks hand on says itself that it is there: before, its words are EMPTY, which no sum is and no pair of rounded
-// numbers. Whoever needs it looks until it is there, so nothing waits for more than its own inputs.
-constexpr u32 EMPTY = ~0u;
-template <class Look>
-__device__ __forceinline__ void look_until(Look is_there)
-{
-    if (is_there()) return;
-    const u64 start = nanoseconds();
-    while (!is_there())
-        if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
-}
-
-template <int N>
-__device__ __forceinline__ bool are_there(const u32 (&pairs)[N][2])
-{
-    bool is_all = true;
-    #pragma unroll
-    for (int i = 0; i < N; i++) is_all = is_all && pairs[i][0] != EMPTY && pairs[i][1] != EMPTY;
-    return is_all;
-}
-template <int N, class From>
-__device__ __forceinline__ void load_missing(u32 (&pairs)[N][2], From from)
-{
-    #pragma unroll
-    for (int i = 0; i < N; i++)
-        if (pairs[i][0] == EMPTY || pairs[i][1] == EMPTY) load(pairs[i], from(i));
-}
-
-// All blocks. What they wrote before is seen by all behind. The counter only ever grows.
-__device__ __forceinline__ void blocks_meet(u64* counter)
-{
-    consumers_meet();
-    if (threadIdx.x == 0) {
-        const u64 target = (acquired(counter) / gridDim.x + 1) * gridDim.x;
-        add_released(counter, 1);
-        look_until([&] { return acquired(counter) >= target; });
+// What a block wrote before it arrived is seen by all that have waited. Each meeting adds `size` to the counter, so where
+// it stood before the first of a launch, which no block has passed without this one, is the last multiple.
+struct Meeting {
+    u64* counter;
+    int size;
+    u64 target;
+    __device__ Meeting(u64* counter, int size) : counter(counter), size(size), target(acquired(counter) / size * size) {}
+    __device__ void arrive(int weight = 1)
+    {
+        consumers_meet();
+        target += size;
+        if (threadIdx.x == CONSUMERS - 1) add_released(counter, weight);
     }
-    consumers_meet();
-}
+    // By a thread of the last warp, which is the least likely to have asked for keys: it would wait for them first.
+    __device__ void wait() const
+    {
+        if (threadIdx.x == CONSUMERS - 1) {
+            const u64 start = nanoseconds();
+            while (acquired(counter) < target)
+                if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
+        }
+        consumers_meet();
+    }
+    __device__ void meet() { arrive(), wait(); }
+};
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity)
 {
-    look_until([&] { return is_past(barrier, parity); });
+    if (is_past(barrier, parity)) return;
+    const u64 start = nanoseconds();
+    while (!is_past(barrier, parity))
+        if (nanoseconds() - start > PATIENCE_NS) __trap();
 }
 
 struct Ring {
@@ -107,9 +96,9 @@ __device__ __forceinline__ void fetch(Ring& ring, const TensorMap& map, int row,
 }
 
 // Where a pair of columns of 8 tokens stands, so that a thread finds its part of 16 columns side by side.
-__device__ __forceinline__ int packed(int column, int token)
+__device__ __forceinline__ u32& packed(u32* to, int column, int token)
 {
-    return (column / 16 * 32 + token * 4 + column % 8 / 2) * 2 + column / 8 % 2;
+    return to[(column / 16 * 32 + token * 4 + column % 8 / 2) * 2 + column / 8 % 2];
 }
 
 // This warp's share of the sums of TILES x 8 rows; of each four the first two are of tokens.
@@ -120,38 +109,26 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
     constexpr int AHEAD = MINE < 4 ? 4 : 2;
     static_assert(SIZE % (64 * CHUNKS) == 0 && TILES * TILE * CHUNKS <= SLOT_BYTES, "stages");
     u32 x[AHEAD][MINE][2];  // of the next stages
-    auto empty = [&](u32 (&x)[MINE][2]) {
+    auto load_stage = [&](u32 (&to)[MINE][2], int stage) {
         #pragma unroll
-        for (int i = 0; i < MINE; i++)
-            x[i][0] = x[i][1] = me.is_live && (STEPS % WARPS == 0 || me.warp + i * WARPS < STEPS) ? EMPTY : 0;
-    };
-    auto look = [&](u32 (&x)[MINE][2], int stage) {
-        load_missing(x, [&](int i) { return from + ((stage * STEPS + me.warp + i * WARPS) * 32 + me.lane) * 2; });
+        for (int i = 0; i < MINE; i++) {
+            to[i][0] = to[i][1] = 0;
+            if (me.is_live && (STEPS % WARPS == 0 || me.warp + i * WARPS < STEPS))
+                load_two(to[i], from + ((stage * STEPS + me.warp + i * WARPS) * 32 + me.lane) * 2);
+        }
     };
     #pragma unroll
     for (int tile = 0; tile < TILES; tile++) sums[tile][0] = sums[tile][1] = sums[tile][2] = sums[tile][3] = 0;
     int stages = STAGES;
     forget(stages);  // else the loop would be unrolled whole
     #pragma unroll
-    for (int ahead = 0; ahead < AHEAD; ahead++) empty(x[ahead]);
-    #pragma unroll
-    for (int ahead = 0; ahead < AHEAD && ahead < STAGES; ahead++) look(x[ahead], ahead);
-    look_until([&] {
-        if (are_there(x[0])) return true;
-        look(x[0], 0);
-        #pragma unroll
-        for (int ahead = 1; ahead < AHEAD && ahead < STAGES; ahead++)
-            if (me.are_few) look(x[ahead], ahead);  // of many tokens that would take bandwidth from weights
-        return are_there(x[0]);
-    });
-    #pragma unroll
-    for (int ahead = 1; ahead < AHEAD && ahead < STAGES; ahead++) look(x[ahead], ahead);
-    for (int begin = 0; begin < stages; begin += AHEAD) {
+    for (int ahead = 0; ahead < AHEAD; ahead++)
+        if (ahead < STAGES) load_stage(x[ahead], ahead);
+    for (int first = 0; first < stages; first += AHEAD) {
         #pragma unroll
         for (int ahead = 0; ahead < AHEAD; ahead++) {
-            const int stage = begin + ahead;
+            const int stage = first + ahead;
             if (STAGES % AHEAD && stage >= stages) break;
-            if (!are_there(x[ahead])) look_until([&] { return look(x[ahead], stage), are_there(x[ahead]); });
             wait(ring.filled(), ring.parity);
             __syncwarp();
             u32 seen = 0;
@@ -178,8 +155,7 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
             // the slot is free when its loads have returned, not when they have been issued: arrivals overtake them
             if (me.lane == 0) arrive(ring.freed() + (seen & me.never));
             ring.advance();
-            empty(x[ahead]);
-            if (stage + AHEAD < stages) look(x[ahead], stage + AHEAD);
+            if (stage + AHEAD < stages) load_stage(x[ahead], stage + AHEAD);
         }
     }
 }

@@ -3,9 +3,9 @@
 // QUERY, INNER, QKV; of each matrix the tiles of 8 rows that a block owns and the chunks of 64 columns in a stage; SLOTS,
 // SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and those of attention.cuh. Its twin is a decoder's own pass.
 //
-// Blocks hand on what they have to all others and go on; weights go on filling the ring while they look for what they
-// need next (linears.cuh). A norm's scale multiplies the sums behind it, since its squares are known only when all blocks
-// have given theirs. Keys and values of the cache are asked for before q, k and v are there.
+// Blocks meet at a counter between matrices, while weights go on filling the ring (linears.cuh). A norm's scale
+// multiplies the sums behind it, since its squares are known only when all blocks have met. Keys and values of the cache
+// are asked for before the meeting behind q, k and v, since they do not depend on it.
 #include "attention.cuh"
 
 constexpr int HIDDEN_ROWS = HIDDEN_TILES * 8, INNER_ROWS = INNER_TILES * 8, QKV_ROWS = QKV_TILES * 8;
@@ -21,20 +21,16 @@ struct Layer {  // as streamed_pass.py packs it
     Tensors tensors;
 };
 
-struct alignas(16) Handed {  // on from block to block in a layer
-    u32 hidden[2][TOKENS * HIDDEN / 2];  // packed, in front of attention and of the MLP
-    u32 squares[2][HIDDEN_BLOCKS][TOKENS];
-    u32 qkv[TOKENS * QKV / 2];
-    u32 attended[TOKENS * QUERY / 2], inner[TOKENS * INNER / 2];  // packed
-    Partials partials;
-};
-
 struct Pass {
     const Layer* layers;  // and one more, of which the norm in front of attention is the model's last
     const u32* embedded;  // [num_tokens, HIDDEN]
     u32* residuals;       // [num_layers, num_tokens, HIDDEN], behind each layer
     u32* out;             // [num_tokens, HIDDEN], normed
-    Handed* handed;       // [SETS]
+    // which blocks hand on
+    u32 *qkv;             // [TOKENS, QKV]
+    u32 *hidden, *attended, *inner;  // packed
+    float* squares;       // [2, HIDDEN_BLOCKS, TOKENS]
+    Partials partials;
     u64* counter;
     Batch batch;
     int num_layers, num_tokens;
@@ -74,88 +70,61 @@ __device__ __forceinline__ void fetch_all(Ring ring, const Pass& pass)
     }
 }
 
-// Layers take turns with four sets of what is handed on. A block wipes the set of the layer before when it has handed on its
-// q, k and v: all it multiplied for them is there, so all of the layer before has been read. What it hands on as q, k and v
-// of the next layer comes behind that, and whoever looks at the wiped set again has seen what followed from these.
-constexpr int SETS = 4;
-__device__ __forceinline__ void wipe(Handed& set, int block, int num_blocks)
-{
-    uint4* words = (uint4*)&set;
-    for (int i = block * CONSUMERS + threadIdx.x; i < sizeof(Handed) / sizeof(uint4); i += num_blocks * CONSUMERS)
-        words[i] = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
-}
-
 // What the next matrix multiplies, still unscaled, and squares of this block's columns of the residual stream.
 __device__ __forceinline__ void hand_on_tile(int tile, Shared& shared, u32 gain, u32* hidden, const Thread& me)
 {
     const u32 mine = shared.residual[tile][me.lane];
     const float first = low(mine), second = high(mine);
-    if (me.is_live)
-        store(hidden + packed(blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, me.token),
-              rounded(first * low(gain), second * high(gain)));
+    packed(hidden, blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, me.token) =
+        rounded(first * low(gain), second * high(gain));
     float square = first * first + second * second;
     square += __shfl_xor_sync(~0u, square, 1);
     square += __shfl_xor_sync(~0u, square, 2);
     if (me.pair == 0) shared.squares[tile][me.token] = square;
 }
-__device__ __forceinline__ void hand_on_squares(const Shared& shared, u32 (&squares)[HIDDEN_BLOCKS][TOKENS])
+__device__ __forceinline__ void hand_on_squares(const Shared& shared, float* squares)
 {
     consumers_meet();
     if (threadIdx.x >= TOKENS) return;
     float sum = 0;
     for (int tile = 0; tile < HIDDEN_TILES; tile++) sum += shared.squares[tile][threadIdx.x];
-    store(&squares[blockIdx.x][threadIdx.x], __float_as_uint(sum));
+    squares[blockIdx.x * TOKENS + threadIdx.x] = sum;
 }
 
 // Behind o and down.
 __device__ __forceinline__ void add_residual(const float (&sums)[HIDDEN_TILES][4], Shared& shared, float2* scratch,
-                                             const u32 (&gain)[HIDDEN_TILES][32], u32* residual, Handed& to, int norm,
-                                             const Thread& me)
+                                             const u32 (&gain)[HIDDEN_TILES][32], u32* residual, u32* hidden,
+                                             float* squares, const Thread& me)
 {
     add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
         u32& mine = shared.residual[tile][me.lane];
         const u32 out = rounded(values[0].x, values[0].y);
         mine = rounded(low(mine) + low(out), high(mine) + high(out));
-        hand_on_tile(tile, shared, gain[tile][me.lane], to.hidden[norm], me);
         if (residual && me.is_live)
             residual[(me.token * HIDDEN + blockIdx.x * HIDDEN_ROWS + tile * 8) / 2 + me.pair] = mine;
+        hand_on_tile(tile, shared, gain[tile][me.lane], hidden, me);
     });
-    hand_on_squares(shared, to.squares[norm]);
+    hand_on_squares(shared, squares);
 }
 
-// A norm's scale for each token, by one warp each; to be read when the block's warps have met. Asked for before a product
-// and found behind it.
-struct Scale {
-    static constexpr int PARTS = (HIDDEN_BLOCKS + 31) / 32;
-    const u32* squares;
-    u32 parts[PARTS];
-    __device__ Scale(const u32 (&all)[HIDDEN_BLOCKS][TOKENS], const Thread& me) : squares(all[me.lane] + me.warp)
+// A norm's scale for each token, by one warp each: asked for before a product, found behind it.
+struct Squares {
+    float parts[(HIDDEN_BLOCKS + 31) / 32];
+    __device__ Squares(const float* squares, const Thread& me)
     {
         static_assert(TOKENS == WARPS, "a warp for each token");
         #pragma unroll
-        for (int i = 0; i < PARTS; i++) parts[i] = i * 32 + me.lane < HIDDEN_BLOCKS ? EMPTY : 0;
-        load_missing();
+        for (int i = 0; i < (HIDDEN_BLOCKS + 31) / 32; i++) {
+            const int block = i * 32 + me.lane;
+            parts[i] = block < HIDDEN_BLOCKS ? load_float(squares + block * TOKENS + me.warp) : 0;
+        }
     }
-    __device__ void load_missing()
-    {
-        #pragma unroll
-        for (int i = 0; i < PARTS; i++)
-            if (parts[i] == EMPTY) load(parts[i], squares + i * 32 * TOKENS);
-    }
-    __device__ bool is_there() const
-    {
-        bool is_all = true;
-        #pragma unroll
-        for (int i = 0; i < PARTS; i++) is_all = is_all && parts[i] != EMPTY;
-        return is_all;
-    }
-    __device__ void find(Shared& shared, float eps, const Thread& me)
+    // to be read when the block's warps have met
+    __device__ void find_scale(Shared& shared, float eps, const Thread& me) const
     {
         float sum = 0;
-        look_until([&] { return is_there() || (load_missing(), is_there()); });
-        __syncwarp();
         #pragma unroll
-        for (int i = 0; i < PARTS; i++) sum += __uint_as_float(parts[i]);
+        for (int i = 0; i < (HIDDEN_BLOCKS + 31) / 32; i++) sum += parts[i];
         #pragma unroll
         for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
         if (me.lane == 0) shared.scale[me.warp] = rsqrtf(sum / HIDDEN + eps);
@@ -191,73 +160,76 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
     const Thread me = this_thread(pass.num_tokens);
     const int block = blockIdx.x;
     const bool has_hidden = block < HIDDEN_BLOCKS;
-    for (int set = 0; set < SETS; set++) wipe(pass.handed[set], block, gridDim.x);
-    blocks_meet(pass.counter);
+    float* const squares[2] = {pass.squares, pass.squares + HIDDEN_BLOCKS * TOKENS};
     const Share share = share_of(pass.batch);
     if (share.is_any)
         for (int i = threadIdx.x; i < share.num_tokens * HEAD_DIM; i += CONSUMERS) {
             const long long position = pass.batch.positions[share.start + i / HEAD_DIM];
             shared.angles[i / HEAD_DIM][i % HEAD_DIM] = pass.batch.cos_sin[position * HEAD_DIM + i % HEAD_DIM];
         }
+    Meeting all_blocks(pass.counter, gridDim.x);
+    Meeting splits(pass.partials.counters + share.item, MAX_SPLITS);  // of a row; those that it has count for all
     Tensors layer = pass.layers[0].tensors;
     if (has_hidden) {
         for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
             const int at = (me.token * HIDDEN + block * HIDDEN_ROWS + tile * 8) / 2 + me.pair;
             shared.residual[tile][me.lane] = me.is_live ? pass.embedded[at] : 0;
-            hand_on_tile(tile, shared, *weights_of(layer.attention_norm, tile, me), pass.handed[0].hidden[0], me);
+            hand_on_tile(tile, shared, *weights_of(layer.attention_norm, tile, me), pass.hidden, me);
         }
-        hand_on_squares(shared, pass.handed[0].squares[0]);
+        hand_on_squares(shared, squares[1]);
     }
 
     for (int index = 0; index < pass.num_layers; index++) {
         const Tensors next = pass.layers[index + 1].tensors;
-        Handed& handed = pass.handed[index % SETS];
+        all_blocks.meet();
 
         if (block < QKV_BLOCKS) {
-            Scale of_tokens(handed.squares[0], me);
+            const Squares of_tokens(squares[1], me);
             float sums[QKV_TILES][4];
-            multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, handed.hidden[0], me);
-            of_tokens.find(shared, pass.eps, me);
+            multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, pass.hidden, me);
+            of_tokens.find_scale(shared, pass.eps, me);
             add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
                 const float scale = shared.scale[me.token];
                 if (me.is_live)
-                    store(handed.qkv + (me.token * QKV + block * QKV_ROWS + tile * 8) / 2 + me.pair,
-                          rounded(values[0].x * scale, values[0].y * scale));
+                    pass.qkv[(me.token * QKV + block * QKV_ROWS + tile * 8) / 2 + me.pair] =
+                        rounded(values[0].x * scale, values[0].y * scale);
             });
         }
-        consumers_meet();  // scratch becomes room for values
-        Keys keys;
-        if (share.is_any) ask_for_tile(keys, values, share, share.begin, layer.keys, layer.values, me);
+        all_blocks.arrive();
         if (has_hidden)
             for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
                 copy_later(&shared.gain[0][tile][me.lane], weights_of(layer.mlp_norm, tile, me));
                 copy_later(&shared.gain[1][tile][me.lane], weights_of(next.attention_norm, tile, me));
             }
-        if (index && block < QKV_BLOCKS) wipe(pass.handed[(index - 1) % SETS], block, QKV_BLOCKS);
+        Keys keys;
+        if (share.is_any) ask_for_tile(keys, values, share, share.begin, layer.keys, layer.values, me);
+        all_blocks.wait();
+
         if (share.is_any) {
-            take_in(shared.attention, values, (const uint4*)handed.qkv, share, shared.angles, pass.batch, layer.keys,
-                    layer.values);
+            take_in(shared.attention, values, (const uint4*)pass.qkv, share, shared.angles, pass.batch, layer.keys, layer.values);
             consumers_meet();
-            attend(shared.attention, keys, values, share, pass.batch, handed.partials, layer.keys, layer.values, me);
-            combine(handed.attended, share, pass.batch.num_splits, handed.partials);
-            attend_to_nothing(handed.attended, share, pass.batch, pass.num_tokens);
+            attend(shared.attention, keys, values, share, pass.batch, pass.partials, layer.keys, layer.values, me);
+            const int num_splits = pass.batch.num_splits;
+            splits.arrive(share.split == num_splits - 1 ? MAX_SPLITS - share.split : 1);
+            splits.wait();
+            combine(pass.attended, share, num_splits, pass.partials);
         }
-        consumers_meet();
-        if (threadIdx.x == CONSUMERS - 1) __threadfence();  // what was wiped is so for all, before more is handed on
+        all_blocks.meet();
 
         if (has_hidden) {
             float sums[HIDDEN_TILES][4];
-            multiply<QUERY, HIDDEN_TILES, O_CHUNKS>(sums, ring, handed.attended, me);
+            multiply<QUERY, HIDDEN_TILES, O_CHUNKS>(sums, ring, pass.attended, me);
             await_copies();  // of gains
-            add_residual(sums, shared, scratch, shared.gain[0], nullptr, handed, 1, me);
+            add_residual(sums, shared, scratch, shared.gain[0], nullptr, pass.hidden, squares[0], me);
         }
+        all_blocks.meet();
 
         if (block < INNER_BLOCKS) {
-            Scale of_tokens(handed.squares[1], me);
+            const Squares of_tokens(squares[0], me);
             for (int part = 0; part < PASSES; part++) {
                 float sums[2 * PASS_TILES][4];
-                multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, handed.hidden[1], me);
-                if (part == 0) of_tokens.find(shared, pass.eps, me);
+                multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, pass.hidden, me);
+                if (part == 0) of_tokens.find_scale(shared, pass.eps, me);
                 add_up<2>(sums, scratch, me, [&](int tile, const float2 (&values)[2]) {
                     const float scale = shared.scale[me.token];
                     // rounded between the steps, as models are in training
@@ -265,24 +237,24 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
                     const u32 up = rounded(values[1].x * scale, values[1].y * scale);
                     const u32 open =
                         rounded(low(gate) / (1 + __expf(-low(gate))), high(gate) / (1 + __expf(-high(gate))));
-                    const int column = block * INNER_ROWS + (part * PASS_TILES + tile) * 8 + 2 * me.pair;
-                    if (me.is_live)
-                        store(handed.inner + packed(column, me.token),
-                              rounded(low(open) * low(up), high(open) * high(up)));
+                    packed(pass.inner, block * INNER_ROWS + (part * PASS_TILES + tile) * 8 + 2 * me.pair, me.token) =
+                        rounded(low(open) * low(up), high(open) * high(up));
                 });
             }
         }
+        all_blocks.meet();
 
         if (has_hidden) {
             float sums[HIDDEN_TILES][4];
-            multiply<INNER, HIDDEN_TILES, DOWN_CHUNKS>(sums, ring, handed.inner, me);
+            multiply<INNER, HIDDEN_TILES, DOWN_CHUNKS>(sums, ring, pass.inner, me);
             u32* residual = pass.residuals + (long long)index * pass.num_tokens * (HIDDEN / 2);
-            add_residual(sums, shared, scratch, shared.gain[1], residual, pass.handed[(index + 1) % SETS], 0, me);
+            add_residual(sums, shared, scratch, shared.gain[1], residual, pass.hidden, squares[1], me);
         }
         layer = next;
     }
+    all_blocks.meet();
     if (!has_hidden) return;
-    Scale(pass.handed[pass.num_layers % SETS].squares[0], me).find(shared, pass.eps, me);
+    Squares(squares[1], me).find_scale(shared, pass.eps, me);
     consumers_meet();
     const float scale = shared.scale[me.token];
     for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
