@@ -19,7 +19,7 @@
 #   cache   keys and values of 8 bits against 16, at 512 and 8,192 tokens of context (about 3 minutes)
 #   moe     mixtures of experts: a sweep over tiles, Qwen3-30B-A3B's shape plain and with drafts, tests (about 4 minutes)
 #   kernels  128 rows, the small kernels, tiles of a 1B model (about 1 minute)
-#   stream  a layer's linears as one kernel: its tests, then the sweep that says where it is faster (about 1 minute)
+#   stream  a pass as one kernel: its tests, then the sweep that says where it is faster (about 1 minute)
 #   all     bench, start, blocks, quant, sampling, tests
 # What has a time limit is interrupted at it, and keeps what it has written: numbers after each batch size and load.
 # Copy the JSON files to docs/numbers, then `draftloop bench report docs/numbers` writes the page.
@@ -115,7 +115,7 @@ sweep() { # module, name of the file, then its other arguments; at the end the e
 }
 
 stream() { # a pass that differs from the one before fails: MEASURED stays empty then
-  gpu_tests gpu-tests-stream 100 tests/parity/test_streamed_layer.py
+  gpu_tests gpu-tests-stream 100 tests/parity/test_streamed_pass.py
   timeout 60 "$python" -m draftloop.bench.sweep_streamed --out "$out/streamed.json" --seconds 40 || failed=1
 }
 

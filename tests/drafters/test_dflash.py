@@ -16,6 +16,7 @@ from draftloop.attention.batches import tail_batch
 from draftloop.drafters.dflash_config import DFlashConfig
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import Launch, ModeSetting
+from draftloop.graphs.program import in_place
 from draftloop.request import SamplingParams
 from heads import DRAFT_VOCAB
 from helpers import VOCAB, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model

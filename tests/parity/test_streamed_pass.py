@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -24,20 +23,22 @@ from draftloop.kernels.batch_invariance import batch_invariant
 from draftloop.kernels.cuda_source import compile_source
 from draftloop.kernels.streamed_pass import (
     LAYER_BYTES,
-    MAX_TOKENS,
-    SLOT_BYTES,
     SOURCE,
     TENSORS_BYTES,
-    TILE_BYTES,
     PassBatch,
     PassWeights,
     Scratch,
-    Shape,
     boxes,
-    can_attend,
-    definitions,
     fill_in,
     layer_addresses,
+)
+from draftloop.kernels.streamed_plan import (
+    MAX_TOKENS,
+    SLOT_BYTES,
+    TILE_BYTES,
+    Shape,
+    can_attend,
+    definitions,
     make_plan,
     token_limit,
     trying,
@@ -170,12 +171,8 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 def check(case: Case, found: Sequence[Tensor], expected: Sequence[Tensor], cache: Tensor, plain_cache: Tensor) -> None:
     """All but the results of padding, which are anything."""
-    live = [
-        token
-        for row, (old, start) in enumerate(zip(case.old_lens, torch.tensor([0, *case.query_lens]).cumsum(0)[:-1].tolist()))
-        for token in range(start, start + case.query_lens[row])
-        if old is not None
-    ]
+    rows = torch.arange(len(case.query_lens)).repeat_interleave(torch.tensor(case.query_lens)).tolist()
+    live = [token for token, row in enumerate(rows) if case.old_lens[row] is not None]
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert distance(one[live], other[live]) < 5e-3 * (2 + case.num_layers), f"tensor {index} of {len(found)}"
     for layer in range(case.num_layers):
@@ -211,14 +208,19 @@ def test_it_computes_the_same_as_fibers_on_the_host(case: Case, tmp_path: Path) 
     table = b""
     for layer, kv_2PSGD in zip(weights.layers, cache, strict=True):
         for matrix, rows in boxes(layer, plan):  # what stands in for a map
-            table += b"".join(n.to_bytes(8, "little") for n in (matrix.data_ptr(), *matrix.shape, rows)).ljust(128, b"\0")
+            table += b"".join(n.to_bytes(8, "little") for n in (matrix.data_ptr(), *matrix.shape, rows)).ljust(
+                128, b"\0"
+            )
         table += b"".join(n.to_bytes(8, "little") for n in layer_addresses(layer, kv_2PSGD)).ljust(TENSORS_BYTES, b"\0")
     table += bytes(LAYER_BYTES - TENSORS_BYTES) + weights.final_norm_C.data_ptr().to_bytes(TENSORS_BYTES, "little")
     aligned = torch.zeros(len(table) + 64, dtype=torch.uint8)
     start = -aligned.data_ptr() % 64
     aligned[start:][: len(table)] = torch.frombuffer(bytearray(table), dtype=torch.uint8)
 
-    out, residuals = torch.full_like(expected[0], torch.nan), torch.full((case.num_layers, *expected[0].shape), torch.nan)
+    out, residuals = (
+        torch.full_like(expected[0], torch.nan),
+        torch.full((case.num_layers, *expected[0].shape), torch.nan),
+    )
     residuals, scratch = residuals.bfloat16(), Scratch(case.shape, plan.num_blocks, device)
     tables = PassBatch(**{name: getattr(batch, name) for name in PassBatch._fields})
     for _ in range(2):  # counters go on from where they were
@@ -333,9 +335,7 @@ def test_known_shapes_have_plans_that_use_nearly_all_multiprocessors() -> None:
 
 def test_each_row_and_key_head_needs_a_block_and_each_row_32_queries_at_most() -> None:
     def fits(num_rows: int, max_query_len: int, page_size: int = 16) -> bool:
-        return can_attend(
-            LLAMA_8B, num_rows=num_rows, max_query_len=max_query_len, page_size=page_size, num_sms=132
-        )
+        return can_attend(LLAMA_8B, num_rows=num_rows, max_query_len=max_query_len, page_size=page_size, num_sms=132)
 
     assert fits(8, 1)
     assert fits(1, 8)

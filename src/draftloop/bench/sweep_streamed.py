@@ -1,4 +1,4 @@
-"""Up to how many tokens layers should be streamed: what `kernels.streamed_pass.MEASURED` is made of.
+"""Up to how many tokens passes should be streamed: what `kernels.streamed_plan.MEASURED` is made of.
 
     python -m draftloop.bench.sweep_streamed --out sweep.json               # on the GPU, about half a minute
     python -m draftloop.bench.sweep_streamed --streamed 8 -- latency ...    # `draftloop bench`, up to 8 tokens streamed
@@ -24,7 +24,7 @@ from draftloop.attention.base import AttentionBatch
 from draftloop.attention.registry import attention_backend
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, time_us
 from draftloop.bench.sweep_report import SweepReport, gpu, run_bench
-from draftloop.kernels.streamed_pass import MAX_TOKENS, trying
+from draftloop.kernels.streamed_plan import MAX_TOKENS, trying
 from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
 from draftloop.models.presets import PRESETS
 

@@ -20,8 +20,8 @@ Capability = tuple[int, int]
 
 
 def compile_source(source: Path, definitions: Mapping[str, int], capability: Capability) -> bytes:
-    """A source as machine code; `definitions` are its macros, and it may include the headers beside it. Needs NVRTC, but
-    no GPU.
+    """A source as machine code; `definitions` are its macros, and it may include the headers beside it. Needs NVRTC,
+    but no GPU.
 
     Raises GraphError with the compiler's words.
     """

@@ -1,7 +1,7 @@
 """A pass of few tokens through all layers of a decoder in one kernel, which reads weights without a pause.
 
-A layer is nine kernels otherwise, each of which memory waits for to start and to end. `cuda/streamed_pass.cu` is one for
-all layers, whose blocks keep their next weights on the way while they attend and wait for each other's results.
+A layer is nine kernels otherwise, each of which memory waits for to start and to end. `cuda/streamed_pass.cu` is one
+for all layers, whose blocks keep their next weights on the way while they attend and wait for each other's results.
 
 Shape suffixes: L layers, T tokens, R rows, C hidden size, Q columns of the queries, I inner size of the MLP, E columns
 of q, k and v, P pages, S tokens per page, G key/value heads, D head size, X positions.
@@ -10,10 +10,8 @@ of q, k and v, P pages, S tokens per page, G key/value heads, D head size, X pos
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,52 +21,21 @@ from torch import Tensor
 from draftloop.kernels.cuda_source import load_kernel
 from draftloop.kernels.driver import ask, bindings
 from draftloop.kernels.linear import sm_count
-from draftloop.kernels.triton_import import gpu_name
+from draftloop.kernels.streamed_plan import (
+    ALL_BYTES,
+    MAX_QUERIES,
+    MAX_SPLITS,
+    MAX_TOKENS,
+    Plan,
+    Shape,
+    definitions,
+    make_plan,
+)
 
 SOURCE = Path(__file__).parent / "cuda" / "streamed_pass.cu"
-MAX_TOKENS, MAX_QUERIES = 8, 32
-"""Of a pass; of a row: tokens times query heads that share a key/value head."""
-MAX_SPLITS = 16
 THREADS = 288
-SLOTS, SLOT_BYTES = 5, 32 << 10
-SCRATCH_BYTES, SHARED_BYTES = 32 << 10, 34 << 10
-"""All is 226 KB, of 227 that a block may have."""
-_ALL_BYTES = SLOTS * SLOT_BYTES + SCRATCH_BYTES + SHARED_BYTES
-TILE_BYTES = 8 * 64 * 2
-"""Of 8 rows of weights and 64 columns."""
-
-
-class Shape(NamedTuple):
-    """Sizes of a decoder's layers."""
-
-    hidden: int
-    inner: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def query(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def qkv(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a key/value head."""
-        return self.num_heads // self.num_kv_heads
-
-
-MEASURED: dict[str, dict[Shape, int]] = {
-    "NVIDIA H200": {
-        Shape(4096, 14336, 32, 8, 128): 8,
-        Shape(2048, 8192, 32, 8, 64): 8,
-        Shape(576, 1536, 9, 3, 64): 8,
-    }
-}
-"""GPU -> shape -> up to how many tokens the kernel is faster than a pass of many: `draftloop.bench.sweep_streamed`."""
+TENSORS_BYTES, LAYER_BYTES = 64, 4 * 128 + 64
+"""Of the kernel's `Tensors` with the padding behind them, and of its `Layer`."""
 
 
 class LayerWeights(NamedTuple):
@@ -112,95 +79,6 @@ class PassBatch(NamedTuple):
     page_table_MN: Tensor
     positions_T: Tensor
     slots_T: Tensor
-
-
-_tried: int | None = None
-
-
-@contextmanager
-def trying(limit: int) -> Iterator[None]:
-    """Passes are streamed up to so many tokens meanwhile, whatever was measured: for sweeps and tests."""
-    global _tried
-    before, _tried = _tried, limit
-    try:
-        yield
-    finally:
-        _tried = before
-
-
-def token_limit(shape: Shape, device: torch.device) -> int:
-    """Up to how many tokens passes of this shape should be streamed; 0: never."""
-    if _tried is not None:
-        return _tried
-    return MEASURED.get(gpu_name(device), {}).get(shape, 0) if device.type == "cuda" else 0
-
-
-class Plan(NamedTuple):
-    """How the matrices of a shape are divided among blocks, and a block's rows among stages."""
-
-    hidden_tiles: int
-    """Tiles of 8 rows that a block owns of o and down."""
-    inner_tiles: int
-    """Of the gate's rows, and as many of those that it multiplies."""
-    qkv_tiles: int
-    passes: int
-    """Over the columns of gate_up, each with a part of the rows: registers hold the sums of 16 tiles."""
-    o_chunks: int
-    """Chunks of 64 columns in a stage."""
-    gate_up_chunks: int
-    down_chunks: int
-    qkv_chunks: int
-    num_blocks: int
-
-
-@functools.cache
-def make_plan(shape: Shape, num_sms: int) -> Plan | None:
-    """None: heads have another size than the kernel's, or rows cannot be divided evenly among at most so many blocks, or
-    columns among stages."""
-    if shape.head_dim not in (64, 128) or any(size % 64 for size in (shape.hidden, shape.inner)):
-        return None
-    rows = (shape.hidden // 8, shape.inner // 8, shape.qkv // 8)
-    hidden, inner, qkv = shares = [_share(tiles, num_sms) for tiles in rows]
-    passes = next(n for n in range(1, inner + 1) if inner % n == 0 and inner // n <= 8)
-    sizes = (shape.query, shape.hidden, shape.inner, shape.hidden)
-    tiles = (hidden, 2 * inner // passes, hidden, qkv)
-    o, gate_up, down, last = chunks = [_chunks(size, num_tiles) for size, num_tiles in zip(sizes, tiles, strict=True)]
-    num_blocks = max(tiles // share for tiles, share in zip(rows, shares, strict=True))
-    if not all(chunks) or max(hidden, qkv) > 16:
-        return None
-    return Plan(hidden, inner, qkv, passes, o, gate_up, down, last, num_blocks)
-
-
-def _share(tiles: int, num_sms: int) -> int:
-    """Tiles of each block: as few as every block has alike."""
-    return next(n for n in range(1, tiles + 1) if tiles % n == 0 and tiles // n <= num_sms)
-
-
-def _chunks(size: int, tiles: int) -> int:
-    """As many as fit in a slot; even numbers keep all eight warps at work. 0: not even one."""
-    fitting = [n for n in range(1, size // 64 + 1) if size // 64 % n == 0 and n * tiles * TILE_BYTES <= SLOT_BYTES]
-    return max(fitting, key=lambda n: (n % 2 == 0, n), default=0)
-
-
-def can_attend(shape: Shape, *, num_rows: int, max_query_len: int, page_size: int, num_sms: int) -> bool:
-    """Whether each row and key/value head finds a block, and each row's queries room in it."""
-    plan = make_plan(shape, num_sms)
-    return (
-        plan is not None
-        and num_rows * shape.num_kv_heads <= plan.num_blocks
-        and max_query_len * shape.group <= MAX_QUERIES
-        and page_size % 16 == 0
-    )
-
-
-def definitions(shape: Shape, plan: Plan, *, max_query_len: int, page_size: int) -> dict[str, int]:
-    """The macros of streamed_pass.cu."""
-    sizes = {"hidden": shape.hidden, "query": shape.query, "inner": shape.inner, "qkv": shape.qkv}
-    heads = {"kv_heads": shape.num_kv_heads, "group": shape.group, "head_dim": shape.head_dim}
-    attention = {**heads, "page_size": page_size, "query_tiles": -(-max_query_len * shape.group // 8)}
-    memory = {"slots": SLOTS, "slot_bytes": SLOT_BYTES, "scratch_bytes": SCRATCH_BYTES, "shared_bytes": SHARED_BYTES}
-    found = {**sizes, **attention, **plan._asdict(), **memory}
-    return {name.upper(): value for name, value in found.items() if name != "num_blocks"}
 
 
 class KernelPass(ctypes.Structure):
@@ -306,12 +184,12 @@ class _Streamer:
         plan = make_plan(self._shape, sm_count(self._device))
         assert plan is not None, self._shape
         assert not torch.cuda.is_current_stream_capturing(), "run once before it is captured"
-        self._plan, self._kernels = plan, dict[tuple[int, int], Any]()
+        self._plan, self._kernels = plan, dict[int, Any]()
         self._page_size = caches[0].shape[2]
         table = b"".join(_packed_layer(layer, cache, plan) for layer, cache in zip(weights.layers, caches, strict=True))
         # behind the last layer comes the model's norm
         table += bytes(LAYER_BYTES - TENSORS_BYTES) + weights.final_norm_C.data_ptr().to_bytes(TENSORS_BYTES, "little")
-        # not aligned otherwise: allocations are, to 256 bytes at least
+        # maps must be aligned to 64 bytes; allocations are to 256
         self._layers = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self._device)
         self._scratch = Scratch(self._shape, plan.num_blocks, self._device)
         torch.cuda.current_stream(self._device).synchronize()  # other streams use it next
@@ -322,7 +200,7 @@ class _Streamer:
         if key not in self._kernels:
             found = load_kernel(SOURCE, sizes, SOURCE.stem, self._device)
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            ask("cuFuncSetAttribute", found, limit, _ALL_BYTES)
+            ask("cuFuncSetAttribute", found, limit, ALL_BYTES)
             self._kernels[key] = found
         return self._kernels[key]
 
@@ -340,14 +218,9 @@ class _Streamer:
             weights, self._layers.data_ptr(), self._scratch, embedded_TC, out_TC, residuals_LTC, batch, blocks
         )
         addresses = (ctypes.c_void_p * 1)(ctypes.addressof(one))
-        config = _launch_config(
-            blocks, _ALL_BYTES, torch.cuda.current_stream(self._device).cuda_stream
-        )
+        config = _launch_config(blocks, torch.cuda.current_stream(self._device).cuda_stream)
         ask("cuLaunchKernelEx", config, self._kernel(max_query_len), ctypes.addressof(addresses), 0)
 
-
-TENSORS_BYTES, LAYER_BYTES = 64, 4 * 128 + 64
-"""Of `Tensors` with the padding behind them, and of `Layer`."""
 
 _turns = _Turns()
 _streamers: dict[tuple[int, ...], _Streamer] = {}
@@ -355,12 +228,12 @@ _streamers: dict[tuple[int, ...], _Streamer] = {}
 
 def _packed_layer(layer: LayerWeights, kv_2PSGD: Tensor, plan: Plan) -> bytes:
     """`Layer` of streamed_pass.cu."""
-    maps = [_tensor_map(matrix.data_ptr(), *matrix.shape, rows) for matrix, rows in boxes(layer, plan)]
+    maps = [_tensor_map(matrix, rows) for matrix, rows in boxes(layer, plan)]
     addresses = b"".join(address.to_bytes(8, "little") for address in layer_addresses(layer, kv_2PSGD))
     return b"".join(maps) + addresses.ljust(TENSORS_BYTES, b"\0")
 
 
-def _launch_config(num_blocks: int, shared_bytes: int, stream: int) -> Any:
+def _launch_config(num_blocks: int, stream: int) -> Any:
     """All blocks run at once, or none: they wait for each other."""
     driver = bindings()
     config, together = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
@@ -368,20 +241,20 @@ def _launch_config(num_blocks: int, shared_bytes: int, stream: int) -> Any:
     together.value.cooperative = 1
     config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
-    config.sharedMemBytes, config.hStream = shared_bytes, stream
+    config.sharedMemBytes, config.hStream = ALL_BYTES, stream
     config.attrs, config.numAttrs = [together], 1
     return config
 
 
-def _tensor_map(address: int, rows: int, columns: int, box_rows: int) -> bytes:
+def _tensor_map(matrix: Tensor, box_rows: int) -> bytes:
     """How the copy engine finds boxes of a bf16 matrix: some rows, 64 columns, swizzled by 128 bytes."""
-    driver = bindings()
+    (rows, columns), driver = matrix.shape, bindings()
     small, large = driver.cuuint32_t, driver.cuuint64_t
     found = ask(
         "cuTensorMapEncodeTiled",
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         2,
-        address,
+        matrix.data_ptr(),
         [large(columns), large(rows)],
         [large(2 * columns)],
         [small(64), small(box_rows)],
@@ -399,10 +272,12 @@ def streamed_pass(
 ) -> tuple[Tensor, Tensor]:
     """Hidden states behind the final norm, [T, C], and the residual stream behind each layer, [L, T, C].
 
-    Up to `MAX_TOKENS` tokens in bf16 on a GPU of compute capability 9.0, where `can_attend`; caches are [2, P, S, G, D],
-    to which this pass's keys and values are written. Attention is causal. `max_query_len`: tokens of a row, at most.
+    Up to `MAX_TOKENS` tokens in bf16 on a GPU of compute capability 9.0, where `can_attend`; caches are
+    [2, P, S, G, D], to which this pass's keys and values are written. Attention is causal. `max_query_len`: tokens of a
+    row, at most.
 
-    What a token gets does not depend on how many others there are in its row; it does on the number of rows.
+    Results repeat bit for bit. Sums of linear layers do not depend on the number of tokens; those of attention depend
+    on how keys are divided, as those of the kernels for many tokens do.
     """
     device = embedded_TC.device
     for tensor in (embedded_TC, *caches, weights.final_norm_C, *(one for layer in weights.layers for one in layer)):

@@ -14,14 +14,8 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch
 from draftloop.graphs.program import in_place
 from draftloop.kernels import batch_invariance
 from draftloop.kernels.linear import sm_count
-from draftloop.kernels.streamed_pass import (
-    LayerWeights,
-    PassBatch,
-    PassWeights,
-    can_attend,
-    streamed_pass,
-    token_limit,
-)
+from draftloop.kernels.streamed_pass import LayerWeights, PassBatch, PassWeights, streamed_pass
+from draftloop.kernels.streamed_plan import can_attend, token_limit
 from draftloop.models.decoder import LayerCaches
 from draftloop.models.layers import DecoderLayer, GatedMLP
 
@@ -36,9 +30,9 @@ def streamed_weights(
 ) -> PassWeights | None:
     """What the kernel reads of a decoder, if it should compute the pass.
 
-    Of what the pass is, its shape alone decides. Layers must be alike and plain: no experts, biases, adapters, quantised
-    or divided weights; norms in front of their parts alone, and the silu gate; attention to all keys, without norms or
-    caps, over a cache of the model's type.
+    Of what the pass is, its shape alone decides. Layers must be alike and plain: no experts, biases, adapters,
+    quantised or divided weights; norms in front of their parts alone, and the silu gate; attention to all keys, without
+    norms or caps, over a cache of the model's type.
     """
     first, num_tokens = _own(layers[0]), embedded_TC.shape[0]
     if first is None or not num_tokens:

@@ -1,9 +1,9 @@
 // Attention of a pass's tokens, at most 8, to paged keys and values, inside a kernel whose blocks are all running.
 //
-// A row's keys are tiles of 16: the first are the pass's own, which go to the cache on the way, then come those that are
-// in the cache. A block has one row, the heads that share one key/value head, and a split of the tiles, the same in each
-// layer. Its eight warps score a tile each; then each has 16 dimensions of the results, and folds the tiles into them
-// one after the other. Splits of a row meet, and weigh each other's results in a fixed order.
+// A row's keys are tiles of 16: the first are the pass's own, which go to the cache on the way, then come those that
+// are in the cache. A block has one row, the heads that share one key/value head, and a split of the tiles, the same in
+// each layer. Its eight warps score a tile each; then each has 16 dimensions of the results, and folds the tiles into
+// them one after the other. Splits of a row meet, and weigh each other's results in a fixed order.
 //
 // Products are m16n8k16 here too. Keys, then dimensions of values, are the 16; the 8 are queries: tokens times heads
 // that share keys. Dimensions are taken in an order in which a thread's share of a key is 16 bytes in a row.
@@ -55,7 +55,10 @@ struct Share {  // a block's, of attention in each layer
 struct Keys { uint4 part[HEAD_DIM / 32][2]; };  // a thread's, of a tile
 
 // Chunks of rows are swizzled so that 8 rows at the same chunk, or 2 at the same 4, are in different banks.
-__device__ __forceinline__ u32 place(u32 row, u32 chunk) { return row * CHUNKS + (chunk ^ (row % 2 * 4 + row / 2 % 4)); }
+__device__ __forceinline__ u32 place(u32 row, u32 chunk)
+{
+    return row * CHUNKS + (chunk ^ (row % 2 * 4 + row / 2 % 4));
+}
 
 __device__ __forceinline__ Share share_of(const Batch& batch)
 {

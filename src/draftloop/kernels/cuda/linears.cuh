@@ -33,13 +33,14 @@ __device__ __forceinline__ Thread this_thread(int num_tokens)
 
 __device__ __forceinline__ void consumers_meet() { threads_meet(CONSUMERS); }
 
-// What a block wrote before it arrived is seen by all that have waited. Each meeting adds `size` to the counter, so where
-// it stood before the first of a launch, which no block has passed without this one, is the last multiple.
+// What a block wrote before it arrived is seen by all that have waited. Each meeting adds `size` to the counter, so
+// where it stood before the first of a launch, which no block has passed without this one, is the last multiple.
 struct Meeting {
     u64* counter;
     int size;
     u64 target;
-    __device__ Meeting(u64* counter, int size) : counter(counter), size(size), target(acquired(counter) / size * size) {}
+    __device__ Meeting(u64* counter, int size)
+        : counter(counter), size(size), target(acquired(counter) / size * size) {}
     __device__ void arrive(int weight = 1)
     {
         consumers_meet();

@@ -1,11 +1,12 @@
 // A pass of at most 8 tokens through all layers of a decoder, in one kernel that never stops reading weights: for each
-// layer norm, q, k and v, attention, output projection, norm, gated MLP. streamed_pass.py defines the sizes: HIDDEN,
-// QUERY, INNER, QKV; of each matrix the tiles of 8 rows that a block owns and the chunks of 64 columns in a stage; SLOTS,
-// SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and those of attention.cuh. Its twin is a decoder's own pass.
+// layer norm, q, k and v, attention, output projection, norm, gated MLP. Its twin is a decoder's own pass.
+//
+// streamed_pass.py defines the sizes: HIDDEN, QUERY, INNER, QKV; of each matrix the tiles of 8 rows that a block owns
+// and the chunks of 64 columns in a stage; SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and those of attention.cuh.
 //
 // Blocks meet at a counter between matrices, while weights go on filling the ring (linears.cuh). A norm's scale
-// multiplies the sums behind it, since its squares are known only when all blocks have met. Keys and values of the cache
-// are asked for before the meeting behind q, k and v, since they do not depend on it.
+// multiplies the sums behind it, since its squares are known only when all blocks have met. Keys and values of the
+// cache are asked for before the meeting behind q, k and v, since they do not depend on it.
 #include "attention.cuh"
 
 constexpr int HIDDEN_ROWS = HIDDEN_TILES * 8, INNER_ROWS = INNER_TILES * 8, QKV_ROWS = QKV_TILES * 8;
@@ -206,7 +207,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
         all_blocks.wait();
 
         if (share.is_any) {
-            take_in(shared.attention, values, (const uint4*)pass.qkv, share, shared.angles, pass.batch, layer.keys, layer.values);
+            take_in(shared.attention, values, (const uint4*)pass.qkv, share, shared.angles, pass.batch, layer.keys,
+                    layer.values);
             consumers_meet();
             attend(shared.attention, keys, values, share, pass.batch, pass.partials, layer.keys, layer.values, me);
             const int num_splits = pass.batch.num_splits;
