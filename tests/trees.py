@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from draftloop.attention.tree import TreePass
+from draftloop.config.draft_tree import DraftTree
 from draftloop.drafters import tree as tree_module
 from draftloop.engine.llm import LLM
 from draftloop.kernels.write_children import Children, write_children_torch
@@ -18,6 +20,7 @@ SIXTEEN = (
     "[(0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), "
     "(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1)]"
 )
+SMALL = DraftTree.of_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0)])
 
 
 def random_choices(seed: int, *, most: int = 63, most_children: int = 5) -> list[tuple[int, ...]]:
@@ -36,6 +39,14 @@ def random_choices(seed: int, *, most: int = 63, most_children: int = 5) -> list
     choices = [choice for choice in children if choice]
     source.shuffle(choices)
     return choices
+
+
+def random_tree(seed: int, most: int = 63) -> DraftTree:
+    return DraftTree.of_choices(random_choices(seed, most=most))
+
+
+def tree_passes(tree: DraftTree, device: torch.device) -> list[TreePass]:
+    return [TreePass.block(tree, device), *(TreePass.level(tree, level, device) for level in tree.levels[1:])]
 
 
 class Knowing:
