@@ -31,6 +31,7 @@ from draftloop.kernels.streamed_pass import (
     boxes,
     fill_in,
     layer_addresses,
+    streamed_pass,
 )
 from draftloop.kernels.streamed_plan import (
     MAX_TOKENS,
@@ -232,8 +233,7 @@ def test_it_computes_the_same_as_fibers_on_the_host(case: Case, tmp_path: Path) 
     check(case, [out, expected[1], *residuals], expected, cache, plain_cache)
 
 
-GPU_CASES = [
-    *CASES,
+REAL_SHAPES = [
     Case(LLAMA_8B, 2, 16, [6], [640]),
     Case(LLAMA_8B, 2, 16, [1], [8123]),
     Case(LLAMA_8B, 2, 16, [1] * 8, [640, 1, 300, 17, None, 2500, 16, 640]),
@@ -243,18 +243,32 @@ GPU_CASES = [
 ]
 
 
+def name(case: Case) -> str:
+    return f"{'real_shapes-' * (case in REAL_SHAPES)}{'-'.join(map(str, case.shape))}-{case.query_lens}"
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: f"{'-'.join(map(str, case.shape))}-{case.query_lens}")
+@pytest.mark.parametrize("case", [*CASES, *REAL_SHAPES], ids=name)
 @torch.inference_mode()
-def test_it_is_the_pass_of_many_kernels_and_the_same_bits_each_time(case: Case) -> None:
+def test_it_is_the_pass_of_many_kernels_and_the_same_bits_each_time(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In graphs and out of them; weights that overtake loads of those before them would show here."""
     device = torch.device("cuda")
     model, batch = make_decoder(case, device), make_batch(case, device)
     plain_cache = make_cache(case, batch, device)
     cache = plain_cache.clone()
     expected = run_pass(model, batch, plain_cache)
+    calls = []
+
+    def counted(*given: object, **named: object) -> tuple[Tensor, Tensor]:
+        calls.append(given)
+        return streamed_pass(*given, **named)
+
+    monkeypatch.setattr(streamed, "streamed_pass", counted)
     with trying(MAX_TOKENS):
         first = run_pass(model, batch, cache)
+        assert len(calls) == 1
         check(case, first, expected, cache, plain_cache)
         kept = cache.clone()
         for _ in range(20):
@@ -275,9 +289,9 @@ def bits(x: Tensor) -> Tensor:
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_streams_take_turns() -> None:
-    """Two of these kernels at once would wait for each other's multiprocessors for ever."""
+    """A kernel starts when all of its blocks can run, else two would wait for each other for ever."""
     device, work = torch.device("cuda"), []
-    for case in (GPU_CASES[0], Case(LLAMA_1B, 3, 16, [1], [513])):
+    for case in (CASES[0], Case(LLAMA_1B, 3, 16, [1], [513])):
         model, batch = make_decoder(case, device), make_batch(case, device)
         cache = make_cache(case, batch, device)
         work.append((model, batch, cache, run_pass(model, batch, cache), torch.cuda.Stream()))

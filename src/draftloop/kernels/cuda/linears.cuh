@@ -5,7 +5,7 @@
 // memory is read while blocks wait for each other. Eight warps multiply; each takes every eighth step of 16 columns,
 // and their sums are added up in a fixed order.
 //
-// What blocks hand on is kept in the order in which tensor cores take it (`pack`). Products are m16n8k16: tokens are
+// What blocks hand on is kept in the order in which tensor cores take it (`packed`). Products are m16n8k16: tokens are
 // the 16, of which 8 are used, rows of weights the 8.
 #pragma once
 #include "instructions.cuh"
