@@ -92,14 +92,15 @@ def test_drafts_are_as_good_as_if_nothing_had_been(name, index):
     """Preempted again and again, in prompts and between steps in flight: the same tokens and the same acceptance."""
     spec = example_configs()[name][index]
     overlap = None if works_on_host(name, index) else True
-    llm = engine(speculative_config=spec, async_scheduling=overlap, max_num_batched_tokens=16, poison=True)
+    settings = {"speculative_config": spec, "async_scheduling": overlap, "max_num_batched_tokens": 16}
+    llm = engine(**settings, cudagraph_capture_sizes=(2, 4), poison=True)
     if llm.engine.drafter.remembers:
         pytest.skip("what it drafts depends on earlier requests")
     core, asked = llm.engine.core, prompts(4, longest=40)
 
     def run(every: int) -> tuple[dict, list]:
         core.reset_prefix_cache()
-        made = [core.add(f"{every}-{i}", prompt, greedy(24, seed=7)) for i, prompt in enumerate(asked)]
+        made = [core.add(f"{every}-{i}", prompt, greedy(16, seed=7)) for i, prompt in enumerate(asked)]
         steps = iter(range(1000))
 
         def preempt() -> None:
