@@ -155,7 +155,7 @@ def test_text_and_drafts_are_those_of_one_rank(name, index, ranks, tmp_path):
         spec = {**spec, "output_dir": str(tmp_path)}
     loop = {} if works_on_host(name, index) else {"device_loop": 8}
     alone, divided = pair(ranks, speculative_config=spec, **loop)
-    asked, params = prompts(3), greedy(20)
+    asked, params = prompts(3), greedy(12)
     try:
         assert answers(divided.generate(asked, params)) == answers(alone.generate(asked, params))
         if not DRAFTERS[name].forced_acceptance:

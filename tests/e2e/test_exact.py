@@ -27,8 +27,8 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
 }
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 SELECTED = {
-    ("none", "FULL_AND_PIECEWISE", 16): 4,
-    ("ngram", "FULL_DECODE_ONLY", 1): 10,
+    ("none", "FULL_AND_PIECEWISE", 16): 5,
+    ("ngram", "FULL_DECODE_ONLY", 1): 20,
     ("ngram", "NONE", 7): 6,
     ("self", "FULL", 7): 6,
 }

@@ -74,10 +74,13 @@ def check(llm: LLM, name: str) -> None:
     assert_all_free(llm)
 
 
+ALL_MODES = [("qwen3", "draft_model", mode) for mode in MODES]
+BY_DEFAULT = [("qwen3", "eagle3"), ("qwen3", "ngram"), ("mixtral", "draft_model")]
+
+
 @pytest.mark.parametrize(
-    ("name", "drafter"), [("qwen3", "draft_model"), ("qwen3", "eagle3"), ("qwen3", "ngram"), ("mixtral", "draft_model")]
+    ("name", "drafter", "mode"), [*ALL_MODES, *((*case, "FULL_AND_PIECEWISE") for case in BY_DEFAULT)]
 )
-@pytest.mark.parametrize("mode", MODES)
 def test_drafts_change_no_text(name: str, drafter: str, mode: str) -> None:
     """Each decoding step hits other experts than the one that was captured; what padding holds hits none that count."""
     spec = DRAFTERS[drafter](name)

@@ -22,7 +22,7 @@ from draftloop.kernels.rope_write import rope_write, rope_write_torch
 from draftloop.kernels.silu_mul import silu_mul, silu_mul_torch
 
 INF, NAN = float("inf"), float("nan")
-MANY = settings(max_examples=40)
+MANY = settings(max_examples=25)
 SEEDS = st.integers(0, 99)
 
 

@@ -22,7 +22,7 @@ def run(rows: list[list[int]], k: int, shortest: int, longest: int, *, garbage: 
     return lookup(memory, lengths, k, shortest, longest).tolist()
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=LENGTH), min_size=1, max_size=4),
     k=st.integers(1, 5),

@@ -35,7 +35,7 @@ row = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data(), vocab=st.integers(1, 8), params=st.lists(row, min_size=1, max_size=5))
 def test_every_row_gets_its_own_parameters_as_in_a_plain_loop(data, vocab, params):
     some = st.lists(logit, min_size=vocab, max_size=vocab).filter(lambda x: max(x) > -INF)
