@@ -87,9 +87,12 @@ def test_the_module_has_the_tensors_that_its_config_lists():
         assert {name: tuple(weight.shape) for name, weight in head.destinations().items()} == listed
 
 
-def test_older_heads_come_pickled_and_are_read_as_mere_tensors():
+def test_older_heads_come_pickled_and_are_read_as_mere_tensors_when_that_is_asked_for():
     folder = tiny_head("pickled", head_config("eagle"), style="plain", pickled=True)
     spec = {"method": "eagle", "model": folder, "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match=r"only pickled weights \(pytorch_model.bin\).* use load_format 'pt'"):
+        make_engine(speculative_config=spec, enforce_eager=True)
+    spec["load_format"] = "pt"
     llm = make_engine(speculative_config=spec, enforce_eager=True)
     assert torch.equal(llm.engine.drafter.head.fc, head_weights(head_config("eagle"))["fc.weight"])
     torch.save({"fc.weight": Path("x")}, Path(folder) / "pytorch_model.bin")

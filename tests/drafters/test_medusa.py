@@ -39,6 +39,11 @@ def folder(name: str) -> str:
     return tiny_medusa(name, CONFIGS[name], layout=layout, pickled=name == "original")
 
 
+def pickles(name: str) -> dict[str, str]:
+    """The original's are read when asked for."""
+    return {"load_format": "pt"} if name == "original" else {}
+
+
 def drafting(name: str, **settings):
     spec = {
         "method": "medusa",
@@ -46,6 +51,7 @@ def drafting(name: str, **settings):
         "num_speculative_tokens": K,
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": 3.0,
+        **pickles(name),
         **settings.pop("spec", {}),
     }
     return engine(speculative_config=spec, **{"cudagraph_capture_sizes": (2, 8), "poison": True, **settings})
@@ -124,10 +130,8 @@ def test_logits_are_the_references_number_by_number(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_layout_is_read(name):
-    llm = make_engine(
-        speculative_config={"method": "medusa", "model": folder(name), "num_speculative_tokens": K},
-        enforce_eager=True,
-    )
+    spec = {"method": "medusa", "model": folder(name), "num_speculative_tokens": K, **pickles(name)}
+    llm = make_engine(speculative_config=spec, enforce_eager=True)
     drafter, weights = llm.engine.drafter, medusa_weights(CONFIGS[name])
     layout = "FasterDecoding" if name == "original" else "vLLM"
     assert replace(drafter.config, layout="test") == CONFIGS[name]
@@ -207,8 +211,9 @@ def test_heads_are_told_from_their_tensors(name):
     path = Path(folder(name))
     weights = torch.load(path / "medusa_lm_head.pt") if name == "original" else load_file(path / "model.safetensors")
     assert kind_of({}, weights) == "medusa"
+    spec = {"method": "eagle", "model": folder(name), "num_speculative_tokens": 2, **pickles(name)}
     with pytest.raises(ConfigError, match="looks like a set of Medusa heads; use method 'medusa'"):
-        make_engine(speculative_config={"method": "eagle", "model": folder(name), "num_speculative_tokens": 2})
+        make_engine(speculative_config=spec)
 
 
 def test_a_shape_without_weights_drafts():

@@ -38,7 +38,7 @@ def render(llm: LLM, texts: Sequence[str], *, max_tokens: int) -> list[list[int]
     return found
 
 
-def drafter_settings(text: str, *, method: str | None = None) -> dict[str, Any]:
+def drafter_settings(text: str, *, method: str | None = None, load_format: str = "auto") -> dict[str, Any]:
     """Keys of a speculative configuration from `NAME` or `NAME:K`.
 
     The name is a method that needs no checkpoint (`ngram:4`), or a checkpoint (`smollm2-135m-eagle3:5`), whose method
@@ -50,7 +50,7 @@ def drafter_settings(text: str, *, method: str | None = None) -> dict[str, Any]:
     drafter = DRAFTERS.get(name)
     if drafter is None:
         _check_checkpoint(name)
-        return {"method": method or method_of(name), "model": name, **settings}
+        return {"method": method or method_of(name, load_format=load_format), "model": name, **settings}
     if "model" in drafter.options:
         raise ConfigError(f"drafter {text!r} names a method that needs a checkpoint; name its folder or hub id instead")
     return {"method": name, **settings}

@@ -56,9 +56,9 @@ class Verdict:
     """True if the drafter works as it is."""
 
 
-def method_of(drafter: str, revision: str | None = None) -> str:
+def method_of(drafter: str, revision: str | None = None, *, load_format: str = "auto") -> str:
     """The speculative method that a checkpoint looks made for. Raises ConfigError where nothing tells."""
-    folder = find_checkpoint(drafter, revision)
+    folder = find_checkpoint(drafter, revision, load_format=load_format)
     config, shapes = read_json(folder / "config.json"), read_shapes(folder)
     kind = kind_of(config, map(plain_name, shapes))
     if kind is None:

@@ -41,11 +41,11 @@ class Contender:
     """Tokens per second of each round."""
 
 
-def speculation_of(name: str) -> SpeculativeConfig | None:
+def speculation_of(name: str, load_format: str) -> SpeculativeConfig | None:
     """From `none` or `NAME:K`. Raises ConfigError."""
     if name == NONE:
         return None
-    settings = drafter_settings(name)
+    settings = drafter_settings(name, load_format=load_format)
     if not settings.get("num_speculative_tokens"):
         raise ConfigError(f"drafter {name!r} comes without a number of drafts; say how many, such as '{name}:4'")
     return SpeculativeConfig.from_mapping(settings)
@@ -68,7 +68,9 @@ def run_compare(
     """
     if len(set(drafters)) < len(drafters) or not drafters:
         raise ConfigError(f"--drafters is {','.join(drafters) or 'empty'}; name at least one, and each once")
-    speculations = {name: speculation_of(name) for name in drafters}  # what is wrong is said before anything is loaded
+    speculations = {
+        name: speculation_of(name, config.load_format) for name in drafters
+    }  # what is wrong is said before anything is loaded
     texts = [prompt.turns[0] for prompt in load_prompts(prompts, num_prompts)]
     contenders: list[Contender] = []
     try:

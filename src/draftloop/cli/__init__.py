@@ -202,7 +202,8 @@ def check_drafter(
     EngineConfig.from_mapping(**values)  # what is wrong with the options is said before torch is imported
     from draftloop.bench.check_drafter import method_of, run_check_drafter
 
-    spec.setdefault("method", method_of(drafter, spec.get("revision")))
+    load_format = spec.get("load_format") or values.get("load_format") or "auto"
+    spec.setdefault("method", method_of(drafter, spec.get("revision"), load_format=load_format))
     config = EngineConfig.from_mapping(speculative_config=spec, **values)
     if not run_check_drafter(config, num_prompts=num_prompts, output_tokens=output_tokens):
         sys.exit(1)

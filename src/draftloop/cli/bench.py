@@ -248,7 +248,8 @@ def acceptance(
     from draftloop.bench.acceptance import run_acceptance
     from draftloop.bench.ask import drafter_settings
 
-    named = drafter_settings(drafter, method=spec.get("method")) if drafter else {}
+    load_format = spec.get("load_format") or config.load_format
+    named = drafter_settings(drafter, method=spec.get("method"), load_format=load_format) if drafter else {}
     if twice := [key for key in sorted(named.keys() & spec.keys()) if named[key] != spec[key]]:
         raise ConfigError(f"--drafter {drafter} says {twice[0]} {named[twice[0]]!r}, another option {spec[twice[0]]!r}")
     run_acceptance(

@@ -12,7 +12,7 @@ from draftloop.models.resolve import check_folder, read_json, resolve_model, wei
 from draftloop.models.tensors import Shape, Tensors, open_tensors
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
-"""The older heads come in this form only. It is read as tensors and nothing else, so it cannot run code."""
+"""The older heads come in this form only. It is read when asked for, as tensors and nothing else."""
 
 
 def only_pickle(folder: Path) -> Path | None:
@@ -37,12 +37,18 @@ def open_weights(folder: Path) -> Generator[Tensors]:
         yield tensors
 
 
-def find_checkpoint(name: str, revision: str | None = None) -> Path:
+def find_checkpoint(name: str, revision: str | None = None, *, load_format: str = "auto") -> Path:
     """The folder of a drafter with its weights, from a folder or hub id. Raises ConfigError."""
-    # the first look leaves weights aside, which are refused elsewhere where they are pickled
+    # the first look leaves weights aside: pickles of drafters have names that models' do not have
     folder = resolve_model(name, revision=revision, load_format="dummy").folder
-    if folder is not None and only_pickle(folder) is None:
-        folder = resolve_model(name, revision=revision).folder
+    pickle = None if folder is None else only_pickle(folder)
+    if pickle is None and folder is not None:
+        folder = resolve_model(name, revision=revision, load_format=load_format).folder
+    elif pickle is not None and load_format != "pt":
+        raise ConfigError(
+            f"{folder} has only pickled weights ({pickle.name}); convert them to safetensors, or use load_format 'pt' "
+            "(in the speculative configuration, or for all models), which reads tensors from them and runs nothing else"
+        )
     if folder is None:
         raise ConfigError(f"{name!r} is the shape of a whole model; name the folder or hub id of a drafter")
     check_folder(folder, weights=False)

@@ -28,7 +28,8 @@ def locate(
     if spec.model is None:
         raise ConfigError(f"speculative method {method!r} needs 'model', the folder or hub id of a drafter")
     model = spec.model
-    dummy = (spec.load_format or target.load_format) == "dummy"
+    load_format = spec.load_format or target.load_format
+    dummy = load_format == "dummy"
     if model in presets:
         preset = presets[model]
         if not dummy:
@@ -42,4 +43,4 @@ def locate(
             f"Known: {', '.join(presets)}; for a drafter with weights say load_format 'auto' in the speculative "
             "configuration"
         )
-    return None, find_checkpoint(model, spec.revision)
+    return None, find_checkpoint(model, spec.revision, load_format=load_format)
