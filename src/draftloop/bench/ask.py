@@ -11,7 +11,7 @@ from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError, nearest
 from draftloop.models.presets import PRESETS
-from draftloop.models.resolve import ALIASES, shipped
+from draftloop.models.resolve import ALIASES, LoadFormat, shipped
 
 NONE = "none"
 """The drafter's name for plain decoding."""
@@ -38,7 +38,7 @@ def render(llm: LLM, texts: Sequence[str], *, max_tokens: int) -> list[list[int]
     return found
 
 
-def drafter_settings(text: str, *, method: str | None = None, load_format: str = "auto") -> dict[str, Any]:
+def drafter_settings(text: str, *, method: str | None = None, load_format: LoadFormat = "auto") -> dict[str, Any]:
     """Keys of a speculative configuration from `NAME` or `NAME:K`.
 
     The name is a method that needs no checkpoint (`ngram:4`), or a checkpoint (`smollm2-135m-eagle3:5`), whose method

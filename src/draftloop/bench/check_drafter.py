@@ -20,7 +20,7 @@ from draftloop.drafters.files import find_checkpoint, read_shapes
 from draftloop.drafters.kinds import kind_of, plain_name
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
-from draftloop.models.resolve import read_json
+from draftloop.models.resolve import LoadFormat, read_json
 from draftloop.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Verdict:
     """True if the drafter works as it is."""
 
 
-def method_of(drafter: str, revision: str | None = None, *, load_format: str = "auto") -> str:
+def method_of(drafter: str, revision: str | None = None, *, load_format: LoadFormat = "auto") -> str:
     """The speculative method that a checkpoint looks made for. Raises ConfigError where nothing tells."""
     folder = find_checkpoint(drafter, revision, load_format=load_format)
     config, shapes = read_json(folder / "config.json"), read_shapes(folder)

@@ -25,6 +25,7 @@ from draftloop.config.engine import EngineConfig
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
+from draftloop.models.resolve import LoadFormat
 from draftloop.observability.progress import progress_bar
 from draftloop.request import RequestOutput, SamplingParams
 
@@ -41,7 +42,7 @@ class Contender:
     """Tokens per second of each round."""
 
 
-def speculation_of(name: str, load_format: str) -> SpeculativeConfig | None:
+def speculation_of(name: str, load_format: LoadFormat) -> SpeculativeConfig | None:
     """From `none` or `NAME:K`. Raises ConfigError."""
     if name == NONE:
         return None

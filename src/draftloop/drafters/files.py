@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftloop.errors import ConfigError
 from draftloop.models.quantisation import read_quantisation
-from draftloop.models.resolve import check_folder, read_json, resolve_model, weight_files
+from draftloop.models.resolve import LoadFormat, check_folder, read_json, resolve_model, weight_files
 from draftloop.models.tensors import Shape, Tensors, open_tensors
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -37,7 +37,7 @@ def open_weights(folder: Path) -> Generator[Tensors]:
         yield tensors
 
 
-def find_checkpoint(name: str, revision: str | None = None, *, load_format: str = "auto") -> Path:
+def find_checkpoint(name: str, revision: str | None = None, *, load_format: LoadFormat = "auto") -> Path:
     """The folder of a drafter with its weights, from a folder or hub id. Raises ConfigError."""
     # the first look leaves weights aside: pickles of drafters have names that models' do not have
     folder = resolve_model(name, revision=revision, load_format="dummy").folder
