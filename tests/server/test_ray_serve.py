@@ -101,7 +101,7 @@ def test_a_replica_killed_under_load_loses_only_the_streams_that_it_had_begun(se
 
 
 def test_a_dead_engine_takes_its_replica_along_and_no_new_request_with_it(server):
-    server.wait_until(lambda: server.log.read_text().count("engine.startup: graphs:") >= 3, timeout_s=120)
+    server.wait_until(lambda: server.log.read_text().count("start_log: graphs:") >= 3, timeout_s=120)
     victim = replicas(server)[0]
     engine = next(pid for pid, name in _descendants(victim) if "spawn_main" in name)
     stream = start(server, 1, num_tokens=80), start(server, 2, num_tokens=80)

@@ -8,7 +8,6 @@ engine around them.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +36,7 @@ from draftloop.engine.lockstep import Lockstep
 from draftloop.engine.memory import MemoryLedger, fill_pool, make_pool
 from draftloop.engine.phases import engine_phases
 from draftloop.engine.ranges import check_nvtx, name_steps, nvtx_range
+from draftloop.engine.start_log import Clock, log_start
 from draftloop.engine.target import PagedTarget
 from draftloop.engine.worker import Worker
 from draftloop.errors import CapacityError, DraftloopError
@@ -60,7 +60,7 @@ from draftloop.models.loader import (
 )
 from draftloop.models.shards import check as check_shards
 from draftloop.sampling.logits_processors import load_logits_processors
-from draftloop.scheduler.drafting import Drafting, describe
+from draftloop.scheduler.drafting import Drafting
 from draftloop.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def start(
     `ranks`: this process among those that share the engine; left out, they are started. `replica`: which of several
     engines this is.
     """
-    clock = _Clock()
+    clock = Clock()
     if Environment.read().nvtx:
         check_nvtx()
     source = resolve_model(
@@ -152,7 +152,7 @@ def _build(
     resolved: Resolved,
     ranks: Ranks,
     replica: Replica,
-    clock: _Clock,
+    clock: Clock,
     *,
     progress: bool,
 ) -> Engine:
@@ -280,7 +280,7 @@ def _build(
         memory=ledger,
         seconds=clock.laps,
     )
-    _log(config, engine, clock)
+    log_start(config, engine, clock)
     return engine
 
 
@@ -371,41 +371,3 @@ def _tokenizer(config: EngineConfig, source: ModelSource) -> Any:
         logger.info("no tokenizer in %s: prompts must be token ids", config.model)
         return None
     return load_tokenizer(source)
-
-
-def _log(config: EngineConfig, engine: Engine, clock: _Clock) -> None:
-    for choice in engine.resolved.choices:
-        logger.info("%s = %s: %s", choice.name, choice.value, choice.reason)
-    pool = engine.pool
-    tokens = (pool.num_pages - 1) * pool.page_size
-    when = " as they are used" if engine.memory.device.type == "cpu" else ""
-    logger.info("cache: %d pages, %d tokens, %.0f MiB%s", pool.num_pages - 1, tokens, pool.nbytes / 2**20, when)
-    for window in pool.windows:
-        if window is not None:
-            pages = pool.num_pages_of(window) - 1
-            logger.info("cache: of them %d pages for layers that see %d tokens, and keep no more", pages, window)
-    logger.info("memory: %s", engine.memory.format())
-    engine.memory.check()
-    logger.info("drafter: %s", engine.drafter.describe() if engine.drafter else "none")
-    if len(engine.core.scheduler.drafting.counts) > 1:
-        logger.info("drafts per step: %s", describe(engine.core.scheduler.drafting))
-    if config.speculation and config.speculation.rejection_sample_method == "typical":
-        logger.warning(
-            "acceptance: typical, which is LOSSY: text at temperatures above 0 does not have the model's distribution"
-        )
-    logger.info("graphs: %s", engine.table.report().at_start())
-    logger.info("start-up: %s", clock)
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self.notes: dict[str, str] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {s:.1f} s{self.notes.get(name, '')}" for name, s in self.laps.items())

@@ -107,7 +107,7 @@ class _Recorder:
         options, started = self.options, time.monotonic()
         # what an answer has turned out to hold decides how many a shard asks for
         mean = float(options.answer_tokens)
-        most = self.rounds * self.llm.engine.resolved.max_num_seqs
+        most = rows = self.llm.engine.resolved.max_num_seqs  # a short first shard tells how quick the target is
         with progress_bar(total=options.record_tokens, initial=have, description="Recording", unit="token") as bar:
             while have < options.record_tokens:
                 began = time.monotonic()
@@ -124,6 +124,10 @@ class _Recorder:
                 have, mean = have + made, max(made / count, 1.0)
                 bar.update(made)
                 now = time.monotonic()
+                most = self.rounds * rows
+                if options.record_minutes is not None:
+                    left_s = started + options.record_minutes * 60 - now
+                    most = min(most, max(round(left_s * count / (now - began)), rows))
                 self._warn_if_long(options.record_tokens - have, made / (now - began))
                 # another shard would end later than this one ends too early
                 if (
