@@ -44,12 +44,17 @@ _KEPT = ("DRAFTLOOP_POISON", "DRAFTLOOP_CACHE_ROOT")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-combination", action="store_true", help="run test matrices whole, not a selection")
     parser.addoption("--large-models", action="store_true", help="run what downloads hundreds of MB, for minutes")
+    parser.addoption("--costs", action="store_true", help="say which files take the most processor time")
     parser.addoption("--traffic-examples", type=int, default=2, help="traffic tried for each drafter (state machine)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for name in [n for n in os.environ if n.startswith(_OURS) and n not in _KEPT]:
         del os.environ[name]
+    if config.getoption("--costs"):
+        from costs import Costs
+
+        config.pluginmanager.register(Costs())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

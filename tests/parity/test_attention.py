@@ -101,8 +101,9 @@ def test_scores_are_capped(
     name: str, device: torch.device, lens: tuple[tuple[int, int], ...], window: int | None
 ) -> None:
     """By a cap that most scores reach, and by one that none does."""
+    case = Case(lens=lens, heads=2, kv_heads=1, window=window, uniform=lens is UNIFORM)
     for soft_cap in (0.5, 50.0):
-        check(name, Case(lens=lens, window=window, soft_cap=soft_cap, uniform=lens is UNIFORM), device)
+        check(name, replace(case, soft_cap=soft_cap), device)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "triton"])
@@ -113,7 +114,7 @@ def test_heads_have_sinks(
     name: str, device: torch.device, lens: tuple[tuple[int, int], ...], causal: bool, window: int | None
 ) -> None:
     """Also where scores are capped, and where blocks are too long for the C kernel: RAGGED has one of 37 tokens."""
-    case = Case(lens=lens, causal=causal, window=window, sinks=True, uniform=lens is UNIFORM)
+    case = Case(lens=lens, heads=2, kv_heads=1, causal=causal, window=window, sinks=True, uniform=lens is UNIFORM)
     check(name, case, device)
     check(name, replace(case, soft_cap=2.0), device)
     if name == "sdpa":
@@ -157,7 +158,8 @@ def test_splits(device: torch.device, lens: tuple[tuple[int, int], ...], num_spl
     """Short rows leave splits empty; rows without keys leave all of them empty."""
     uniform = lens[0][0] == lens[1][0]
     for window, has_sinks in ((None, False), (20, True)):
-        case = Case(lens=lens, uniform=uniform, window=window, sinks=has_sinks, padding=0 if uniform else 2)
+        padding = 0 if uniform else 2
+        case = Case(lens=lens, heads=2, kv_heads=1, uniform=uniform, window=window, sinks=has_sinks, padding=padding)
         check("triton", case, device, num_splits=num_splits)
 
 
