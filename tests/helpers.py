@@ -88,10 +88,14 @@ def make_table(
 _NUMBERS = itertools.count()
 
 
-def make_scheduler(*, num_pages: int = 65, page_size: int = 16, **settings: Any) -> Scheduler:
+def make_scheduler(
+    *, num_pages: int = 65, page_size: int = 16, windows: Mapping[int, int] | None = None, **settings: Any
+) -> Scheduler:
+    """`windows`: pages of groups of layers that have these windows."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_prefill_rows": 4, "max_model_len": 128}
-    pages = PageAllocator(num_pages, page_size)
-    return Scheduler([pages], **{**defaults, "num_drafts": 0, **settings})
+    groups = [PageAllocator(num_pages, page_size)]
+    groups += [PageAllocator(count, page_size, window) for window, count in (windows or {}).items()]
+    return Scheduler(groups, **{**defaults, "num_drafts": 0, **settings})
 
 
 def make_request(name: str, num_prompt: int, *, max_tokens: int = 8, **options: Any) -> Request:

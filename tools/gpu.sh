@@ -17,6 +17,7 @@
 #   soak    mixed traffic, memory and stalls watched: all that fits into 560 s (MAX_SECONDS), the start included, or
 #           MINUTES; two runs give more than ten minutes where no call may take longer than 600 s
 #   cache   keys and values of 8 bits against 16, at 512 and 8,192 tokens of context (about 3 minutes)
+#   windows  layers that let go of what is behind their window, kernels beside pages of others: tests (about 2 minutes)
 #   moe     mixtures of experts: a sweep over tiles, Qwen3-30B-A3B's shape plain and with drafts, tests (about 4 minutes)
 #   kernels  128 rows, the small kernels, tiles of a 1B model (about 1 minute)
 #   stream  a pass as one kernel: its tests, then the sweep that says where it is faster (about 1 minute)
@@ -226,6 +227,12 @@ cache() { # plain decoding and drafts; 32 rows of 8,192 tokens read 34 GB of key
   done
 }
 
+windows() {
+  gpu_tests gpu-tests-windows 240 -n "${WORKERS:-12}" tests/e2e/test_windows.py tests/e2e/test_architectures.py \
+    tests/parity/test_attention.py tests/parity/test_tree_kernels.py tests/parity/test_row_state.py \
+    tests/unit/test_virtual_memory.py
+}
+
 moe() { # mixtures of experts: tiles, one model plain and with drafts, tests
   local drafts
   drafts="$(drafter eagle3 eagle3-qwen3-30b-a3b 5 3.5)"
@@ -250,7 +257,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | moe | kernels | stream) "$part" ;;
+  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | windows | moe | kernels | stream) "$part" ;;
   all)
     bench
     start
@@ -260,7 +267,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, moe, kernels, stream, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, windows, moe, kernels, stream, all" >&2
     exit 2
     ;;
 esac

@@ -14,6 +14,7 @@ from draftloop.errors import CapacityError
 from example_drafters import example_configs
 from heads import wide_head
 from helpers import answers, engine, greedy, make_engine, oracle, prompts, tiny_model
+from transformers_models import LONGER_WINDOW, tiny_of
 from virtual_memory import GuardedMemory
 
 load_drafters()
@@ -71,6 +72,18 @@ def test_pages_get_what_graphs_leave_and_all_together_fill_the_budget(monkeypatc
     assert (graphs > 800 * MIB) == (pool.num_pages < useful)
     asked = prompts(9)
     assert answers(llm.generate(asked, greedy(20))) == [oracle(p, 20) for p in asked]
+
+
+def test_windows_get_pages_for_what_rows_see_and_other_layers_the_rest(monkeypatch):
+    gpu = SmallGpu(graphs=896 * MIB - 900 * KIB)
+    gpu.replaces_the_cpu(monkeypatch)
+    model = tiny_of("gemma3 of longer windows")
+    llm = make_engine(model, **{**SETTINGS, "enable_prefix_caching": False, "max_num_batched_tokens": 16})
+    pool = llm.engine.pool
+    assert gpu.budget - SPARE_BYTES - llm.engine.memory.in_use() < 8 * gpu.memory.granule, "nothing is left over"
+    assert pool.num_pages_of(LONGER_WINDOW) < pool.num_pages
+    asked = prompts(4)
+    assert answers(llm.generate(asked, greedy(60))) == [oracle(p, 60, model=model) for p in asked]
 
 
 def test_graphs_that_leave_no_room_stop_the_start_saying_how_much_is_needed(monkeypatch):

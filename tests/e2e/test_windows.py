@@ -34,11 +34,22 @@ from trees import Knowing
 MIXED, ALL = "gemma3 of longer windows", "mistral"
 """Layers with and without a window, and layers with one alone."""
 NUM_TOKENS = 50
-SIZES = {"max_model_len": 192, "max_num_batched_tokens": 40, "cudagraph_capture_sizes": (2, 4), "max_num_seqs": 4}
+SIZES = {
+    "max_model_len": 192,
+    "max_num_batched_tokens": 40,
+    "cudagraph_capture_sizes": (2, 4),
+    "max_num_seqs": 4,
+    "dtype": "float32",
+}
 
 
 def long_prompts(count: int = 3) -> list[list[int]]:
     return [(prompt * 9)[: 70 + 9 * index] for index, prompt in enumerate(prompts(2 * count)[count:])]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @functools.cache
@@ -85,9 +96,9 @@ def run(llm: LLM, asked: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("name", "mode"), [*((MIXED, mode) for mode in MODES), (ALL, "FULL")])
-def test_text_far_past_the_window_is_what_transformers_says(name, mode):
+def test_text_far_past_the_window_is_what_transformers_says(name, mode, device):
     """B44, and what is behind the window is given to others meanwhile."""
-    llm = make(name, spec=drafted(name), cudagraph_mode=mode)
+    llm = make(name, spec=drafted(name), cudagraph_mode=mode, device=device)
     assert llm.engine.pool.windows == [None, LONGER_WINDOW], "what the drafter keeps is whole"
     asked = long_prompts()
     assert run(llm, asked) == [expected(name, tuple(prompt)) for prompt in asked]
@@ -100,8 +111,8 @@ def test_text_far_past_the_window_is_what_transformers_says(name, mode):
     [{"spec": {"method": "ngram", "num_speculative_tokens": 3}}, {"cudagraph_mode": "FULL", "device_loop": 7}],
     ids=["ngram", "loop"],
 )
-def test_lookup_and_loops_of_steps_without_drafts(name, settings):
-    llm = make(name, **settings)
+def test_lookup_and_loops_of_steps_without_drafts(name, settings, device):
+    llm = make(name, **settings, device=device)
     assert llm.engine.pool.windows == ([None] if name == MIXED else []) + [LONGER_WINDOW]
     asked = long_prompts()
     assert run(llm, asked) == [expected(name, tuple(prompt)) for prompt in asked]
@@ -138,8 +149,8 @@ def test_trees_of_drafts_roll_back_across_the_window_s_edge(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "drafts"), [(MIXED, True), (ALL, False)])
-def test_a_prefix_is_found_where_the_pages_of_its_last_window_are(name, drafts):
-    llm = make(name, spec=drafted(name) if drafts else None, async_scheduling=False)
+def test_a_prefix_is_found_where_the_pages_of_its_last_window_are(name, drafts, device):
+    llm = make(name, spec=drafted(name) if drafts else None, async_scheduling=False, device=device)
     groups = llm.engine.core.scheduler.groups
     prompt = long_prompts(1)[0][:70]
     text = expected(name, tuple(prompt))
@@ -194,8 +205,8 @@ def test_rows_that_share_a_prefix_do_not_touch_each_other_s_pages():
 
 
 @pytest.mark.parametrize(("name", "num_pages"), [(MIXED, 4), (MIXED, 7), (ALL, 4)])
-def test_where_a_window_s_pages_run_out_prompts_go_on_in_smaller_parts_or_rows_are_preempted(name, num_pages):
-    llm = make_engine(tiny_of(name), speculative_config=drafted(name), **SIZES)
+def test_where_a_window_s_pages_run_out_prompts_go_on_in_smaller_parts_or_rows_are_preempted(name, num_pages, device):
+    llm = make_engine(tiny_of(name), speculative_config=drafted(name), **SIZES, device=device)
     llm.engine.table.poison = True
     shrink(llm, 40, by_window={LONGER_WINDOW: num_pages})
     asked = long_prompts()

@@ -357,11 +357,21 @@ def test_a_request_that_the_cache_can_never_hold_is_refused_with_the_pages_it_ne
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 10_000), num_drafts=st.sampled_from([0, 1, 4]), budget=st.integers(1, 40))
-def test_any_traffic_ends_with_everything_free(seed, num_drafts, budget):
+@given(
+    seed=st.integers(0, 10_000),
+    num_drafts=st.sampled_from([0, 1, 4]),
+    budget=st.integers(1, 40),
+    windows=st.sampled_from([{}, {20: 4}, {20: 7}]),
+)
+def test_any_traffic_ends_with_everything_free(seed, num_drafts, budget, windows):
     rng = random.Random(seed)
     scheduler = make_scheduler(
-        num_pages=12, num_drafts=num_drafts, max_num_batched_tokens=budget, max_prefill_rows=2, prefix_caching=True
+        num_pages=12,
+        windows=windows,
+        num_drafts=num_drafts,
+        max_num_batched_tokens=budget,
+        max_prefill_rows=2,
+        prefix_caching=True,
     )
     todo = [make_request(str(i), rng.randint(1, 60), max_tokens=rng.randint(1, 40)) for i in range(12)]
     for _ in range(4000):
@@ -379,7 +389,10 @@ def test_any_traffic_ends_with_everything_free(seed, num_drafts, budget):
         check_books(scheduler, num_rows=4)
         for chunk in plan.chunks:
             assert chunk.start == chunk.sequence.num_prefilled
-            assert chunk.end <= len(chunk.sequence.held[0].ids) * 16
+            assert_holds(scheduler, chunk.sequence, chunk.start, chunk.end)
+        for sequence in plan.decodes:  # the steps in flight, this one, and drafts after it
+            most = sequence.num_tokens + (1 + sequence.steps_in_flight) * (1 + num_drafts)
+            assert_holds(scheduler, sequence, sequence.num_tokens - 1, min(most, sequence.max_total) + num_drafts)
         scheduler.launched(plan)
         landed = [s for s in scheduler.running if s.steps_in_flight and (settled or rng.random() < 0.8)]
         for sequence in landed:
@@ -391,4 +404,44 @@ def test_any_traffic_ends_with_everything_free(seed, num_drafts, budget):
         if scheduler.idle and not todo:
             break
     assert scheduler.idle
-    assert scheduler.groups[0].num_free == 11
+    assert [pages.num_free for pages in scheduler.groups] == [11, *(count - 1 for count in windows.values())]
+
+
+def assert_holds(scheduler: Scheduler, sequence: Sequence, first: int, end: int) -> None:
+    """A row has the pages of the tokens `first` to `end` - 1, and of all that these see."""
+    for pages, held in zip(scheduler.groups, sequence.held, strict=True):
+        seen = 0 if pages.window is None else max(first - pages.window + 1, 0)
+        assert held.first * 16 <= seen
+        assert held.end * 16 >= end
+
+
+def test_a_prompt_holds_its_window_and_runs_in_parts_that_have_pages():
+    """Three pages are a window of 20 tokens and what one step may add: a prompt of any length runs in them."""
+    scheduler = make_scheduler(windows={20: 4}, max_num_batched_tokens=48, max_model_len=400)
+    (a,) = add(scheduler, make_request("a", 150, max_tokens=100))
+    assert [step(scheduler)[0] for _ in range(3)] == [[("a", 0, 48)], [("a", 48, 16)], [("a", 64, 16)]]
+    while a.num_tokens < 249:
+        step(scheduler)
+        emit(a)
+        assert len(a.held[1].ids) <= 3
+    assert (a.held[1].first, len(a.held[0].ids)) == (14, 16)
+
+
+def test_who_comes_last_gives_way_to_a_prompt_whose_window_finds_no_page():
+    scheduler = make_scheduler(windows={20: 10}, max_num_batched_tokens=33, prefix_caching=True)
+    (last,) = add(scheduler, make_request("last", 20, max_tokens=60, priority=1))
+    step(scheduler)
+    emit(last)
+    (a,) = add(scheduler, make_request("a", 90, cache_salt="another prompt"))
+    for _ in range(2):
+        step(scheduler)
+        emit(last)
+    assert (a.num_prefilled, last.stage) == (64, Stage.DECODE)
+    pages, held = scheduler.groups[1], a.held[1]
+    pages.free(held.shorten(held.end - 4))  # those of its 64 tokens are left,
+    pages.allocate(pages.num_free)  # as if another row held the others,
+    pages.hold(held.ids)  # and shared these
+    assert not scheduler.plan(settled=False), "what is in flight lands first"
+    assert not scheduler.num_preemptions
+    plan = scheduler.plan()
+    assert ([chunk.sequence for chunk in plan.chunks], plan.decodes, last.stage) == ([a], (), Stage.WAITING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +49,22 @@ def test_pages_keep_their_addresses_and_planes_stay_apart_when_memory_comes(make
         assert cache.flatten(0, 1).float().flatten(1).eq(marks[:, None]).all()
     pool.poison([76])
     assert all(cache[:, :, [0, 76]].float().isnan().all() for cache in pool.caches)
+
+
+@pytest.mark.parametrize("make_memory", memories())
+def test_groups_of_layers_get_memory_for_as_many_pages_as_they_can_use(make_memory):
+    """Of a window no more than the limit, whatever there is of the others; each group is poisoned by itself."""
+    windowed = replace(SMALL, window=24)
+    pool = CachePool([TARGET, windowed], 100, 16, CPU, most_pages={24: 40}, memory=make_memory())
+    assert pool.windows == [None, 24]
+    for num_pages, of_window in ((30, 30), (77, 40)):
+        pool.back(num_pages)
+        assert [cache.shape[2] for cache in pool.caches] == [num_pages, of_window]
+        assert (pool.num_pages_of(None), pool.num_pages_of(24)) == (num_pages, of_window)
+    assert pool.nbytes_of(100) - pool.nbytes_of(77) == pool.nbytes_of(140) - pool.nbytes_of(117), "of one group alone"
+    pool.poison([3], window=24)
+    assert not pool.caches[0].float().isnan().any()
+    assert pool.caches[1][:, :, [0, 3]].float().isnan().all()
 
 
 def test_memory_is_what_is_counted_and_is_given_back_with_the_last_tensor():
