@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
 #include <vector>
 
@@ -15,9 +17,11 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-constexpr int THREADS = 288, STACK_BYTES = 32 << 10, SHARED = SLOTS * SLOT_BYTES + SCRATCH_BYTES + SHARED_BYTES;
+constexpr int THREADS = TOKENS > 8 ? 384 : 288, STACK_BYTES = 32 << 10;
+constexpr int SHARED = SCRATCH_BYTES + SLOTS * SLOT_BYTES + SHARED_BYTES;
 
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 struct uint4 { unsigned x, y, z, w; };
 struct Index { int x; };
 struct Gathering { int here = 0; long number = 0; };
@@ -29,14 +33,16 @@ struct Warp {
 };
 struct Block {
     unsigned char* memory;
-    Gathering all, some;
-    Warp warps[9];
+    Gathering all, some, cluster;
+    Warp warps[12];
     std::map<unsigned, Barrier> barriers;
 };
 struct Fiber {
     ucontext_t context;
     Index thread, block;
     bool ended;
+    std::vector<std::function<void()>> begun;  // products, which are computed when they are waited for
+    std::deque<size_t> committed;              // how many had begun by then
 };
 
 static std::vector<Block> blocks;
@@ -61,6 +67,7 @@ static void __syncthreads() { meet(here().all, THREADS); }
 static void __syncwarp() { meet(warp().gathering, 32); }
 static void __trap() { abort(); }
 static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 using std::min;
 static float __uint_as_float(unsigned bits)
@@ -89,7 +96,12 @@ static float __shfl_xor_sync(unsigned, float value, int distance)
 }
 
 #define STAND_INS "streamed_pass_stand_ins.h"
+#if TOKENS > 8
+#include "wide_pass.cu"
+#define streamed_pass wide_pass
+#else
 #include "streamed_pass.cu"
+#endif
 
 static Pass given;
 

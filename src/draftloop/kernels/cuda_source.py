@@ -32,7 +32,8 @@ def compile_source(source: Path, definitions: Mapping[str, int], capability: Cap
             raise GraphError(f"NVRTC: {nvrtc.nvrtcGetErrorString(result[0])[1].decode()}")
         return result[1] if len(result) > 1 else None
 
-    options = [b"--gpu-architecture=sm_%d%d" % capability, b"--std=c++17", *_options(definitions)]
+    # what only this capability has, such as products of warp groups, would be left out without the "a"
+    options = [b"--gpu-architecture=sm_%d%da" % capability, b"--std=c++17", *_options(definitions)]
     headers = _headers(source)
     texts, names = [path.read_bytes() for path in headers], [path.name.encode() for path in headers]
     program = check(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(names), texts, names))

@@ -22,20 +22,24 @@ from draftloop.kernels.cuda_source import load_kernel
 from draftloop.kernels.driver import ask, bindings
 from draftloop.kernels.linear import sm_count
 from draftloop.kernels.streamed_plan import (
-    ALL_BYTES,
+    FEW,
     MAX_QUERIES,
     MAX_SPLITS,
-    MAX_TOKENS,
     Plan,
     Shape,
     definitions,
     make_plan,
+    width_of,
 )
 
-SOURCE = Path(__file__).parent / "cuda" / "streamed_pass.cu"
-THREADS = 288
-TENSORS_BYTES, LAYER_BYTES = 64, 4 * 128 + 64
-"""Of the kernel's `Tensors` with the padding behind them, and of its `Layer`."""
+_FOLDER = Path(__file__).parent / "cuda"
+TENSORS_BYTES = 64
+"""Of the kernel's `Tensors` with the padding behind them."""
+
+
+def source_of(plan: Plan) -> Path:
+    """Of the kernel, whose name is the file's."""
+    return _FOLDER / ("streamed_pass.cu" if plan.tokens == FEW else "wide_pass.cu")
 
 
 class LayerWeights(NamedTuple):
@@ -82,7 +86,7 @@ class PassBatch(NamedTuple):
 
 
 class KernelPass(ctypes.Structure):
-    """`Pass` of streamed_pass.cu."""
+    """`Pass` of layers.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("layers", "embedded", "residuals", "out")),
@@ -99,22 +103,25 @@ class KernelPass(ctypes.Structure):
 class Scratch:
     """What blocks hand on to each other. One pass at a time uses it."""
 
-    def __init__(self, shape: Shape, num_blocks: int, device: torch.device) -> None:
-        def make(size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+    def __init__(self, shape: Shape, plan: Plan, device: torch.device) -> None:
+        def make(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
 
-        queries = num_blocks * MAX_QUERIES
         self.tensors = {
-            "qkv": make(MAX_TOKENS * shape.qkv),
-            "hidden": make(MAX_TOKENS * shape.hidden),
-            "attended": make(MAX_TOKENS * shape.query),
-            "inner": make(MAX_TOKENS * shape.inner),
-            "squares": make(2 * (shape.hidden // 8) * MAX_TOKENS, torch.float32),
-            "partial_results": make(queries * shape.head_dim, torch.float32),
-            "partial_sums": make(queries * 2, torch.float32),
-            "row_counters": make(num_blocks, torch.int64),
-            "counter": make(1, torch.int64),
+            "qkv": make(plan.tokens, shape.qkv),
+            "hidden": make(plan.tokens, shape.hidden),
+            "attended": make(plan.tokens, shape.query),
+            "inner": make(plan.tokens, shape.inner),
+            "squares": make(2, plan.tokens, shape.hidden // 8, dtype=torch.float32),
+            "partial_results": make(plan.num_blocks, MAX_QUERIES, shape.head_dim, dtype=torch.float32),
+            "partial_sums": make(plan.num_blocks, MAX_QUERIES, 2, dtype=torch.float32),
+            "row_counters": make(plan.num_blocks, dtype=torch.int64),
+            "counter": make(1, dtype=torch.int64),
         }
+
+    def multiplied(self) -> list[Tensor]:
+        """By each matrix, in the order of layers.cuh."""
+        return [self.tensors[name] for name in ("hidden", "attended", "hidden", "inner")]
 
 
 def fill_in(
@@ -135,7 +142,7 @@ def fill_in(
         layers=layers_address,
         num_rows=num_rows,
         table_width=batch.page_table_MN.shape[1],
-        num_splits=min(num_blocks // (num_rows * weights.num_kv_heads), MAX_SPLITS),
+        num_splits=max(min(num_blocks // (num_rows * weights.num_kv_heads), MAX_SPLITS), 1),
         scale=weights.scale * 1.4426950408889634,
         num_layers=len(weights.layers),
         num_tokens=embedded_TC.shape[0],
@@ -145,12 +152,12 @@ def fill_in(
 
 
 def layer_addresses(layer: LayerWeights, kv_2PSGD: Tensor) -> list[int]:
-    """Of `Tensors` of streamed_pass.cu."""
+    """Of `Tensors` of layers.cuh."""
     return [tensor.data_ptr() for tensor in (layer.attention_norm_C, layer.mlp_norm_C, *kv_2PSGD)]
 
 
 def boxes(layer: LayerWeights, plan: Plan) -> list[tuple[Tensor, int]]:
-    """The matrices of a layer, in the order of streamed_pass.cu, and how many rows are copied at once."""
+    """The matrices of a layer, in the order of layers.cuh, and how many rows are copied at once."""
     return [
         (layer.qkv_EC, 8 * plan.qkv_tiles),
         (layer.o_CQ, 8 * plan.hidden_tiles),
@@ -177,32 +184,44 @@ class _Turns:
 
 
 class _Streamer:
-    """A decoder's layers and caches as the kernel finds them, and its scratch memory."""
+    """A decoder's layers and caches as kernels of one width find them, and their scratch memory."""
 
-    def __init__(self, weights: PassWeights, caches: Sequence[Tensor]) -> None:
+    def __init__(self, weights: PassWeights, caches: Sequence[Tensor], width: int) -> None:
         self._device, self._shape = weights.final_norm_C.device, weights.shape
-        plan = make_plan(self._shape, sm_count(self._device))
+        plan = make_plan(self._shape, sm_count(self._device), width)
         assert plan is not None, self._shape
         assert not torch.cuda.is_current_stream_capturing(), "run once before it is captured"
         self._plan, self._kernels = plan, dict[int, Any]()
         self._page_size = caches[0].shape[2]
         table = b"".join(_packed_layer(layer, cache, plan) for layer, cache in zip(weights.layers, caches, strict=True))
-        # behind the last layer comes the model's norm
-        table += bytes(LAYER_BYTES - TENSORS_BYTES) + weights.final_norm_C.data_ptr().to_bytes(TENSORS_BYTES, "little")
+        self._scratch = Scratch(self._shape, plan, self._device)
+        # behind the last layer come what matrices multiply, and the model's norm
+        for tensor in self._scratch.multiplied():
+            table += _tensor_map(tensor, plan.tokens)
+        table += weights.final_norm_C.data_ptr().to_bytes(TENSORS_BYTES, "little")
         # maps must be aligned to 64 bytes; allocations are to 256
         self._layers = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self._device)
-        self._scratch = Scratch(self._shape, plan.num_blocks, self._device)
         torch.cuda.current_stream(self._device).synchronize()  # other streams use it next
 
     def _kernel(self, max_query_len: int) -> Any:
         sizes = definitions(self._shape, self._plan, max_query_len=max_query_len, page_size=self._page_size)
         key = sizes["QUERY_TILES"]
-        if key not in self._kernels:
-            found = load_kernel(SOURCE, sizes, SOURCE.stem, self._device)
+        source = source_of(self._plan)
+        while key not in self._kernels:
+            sizes["CLUSTER"] = self._plan.cluster
+            found = load_kernel(source, sizes, source.stem, self._device)
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            ask("cuFuncSetAttribute", found, limit, ALL_BYTES)
-            self._kernels[key] = found
+            ask("cuFuncSetAttribute", found, limit, self._plan.room.memory_bytes)
+            if self._plan.cluster == 1 or self._are_clusters_at_once(found):
+                self._kernels[key] = found
+            else:
+                self._plan = self._plan._replace(cluster=self._plan.cluster // 2)
         return self._kernels[key]
+
+    def _are_clusters_at_once(self, kernel: Any) -> bool:
+        """Clusters are within groups of multiprocessors, whose sizes differ: some may be left over in each."""
+        clusters = ask("cuOccupancyMaxActiveClusters", kernel, _launch_config(self._plan, 0))
+        return clusters * self._plan.cluster >= self._plan.num_blocks
 
     def launch(
         self,
@@ -213,13 +232,13 @@ class _Streamer:
         batch: PassBatch,
         max_query_len: int,
     ) -> None:
-        blocks = self._plan.num_blocks
+        kernel, blocks = self._kernel(max_query_len), self._plan.num_blocks
         one = fill_in(
             weights, self._layers.data_ptr(), self._scratch, embedded_TC, out_TC, residuals_LTC, batch, blocks
         )
         addresses = (ctypes.c_void_p * 1)(ctypes.addressof(one))
-        config = _launch_config(blocks, torch.cuda.current_stream(self._device).cuda_stream)
-        ask("cuLaunchKernelEx", config, self._kernel(max_query_len), ctypes.addressof(addresses), 0)
+        config = _launch_config(self._plan, torch.cuda.current_stream(self._device).cuda_stream)
+        ask("cuLaunchKernelEx", config, kernel, ctypes.addressof(addresses), 0)
 
 
 _turns = _Turns()
@@ -227,22 +246,29 @@ _streamers: dict[tuple[int, ...], _Streamer] = {}
 
 
 def _packed_layer(layer: LayerWeights, kv_2PSGD: Tensor, plan: Plan) -> bytes:
-    """`Layer` of streamed_pass.cu."""
+    """`Layer` of layers.cuh."""
     maps = [_tensor_map(matrix, rows) for matrix, rows in boxes(layer, plan)]
     addresses = b"".join(address.to_bytes(8, "little") for address in layer_addresses(layer, kv_2PSGD))
     return b"".join(maps) + addresses.ljust(TENSORS_BYTES, b"\0")
 
 
-def _launch_config(num_blocks: int, stream: int) -> Any:
+def _launch_config(plan: Plan, stream: int) -> Any:
     """All blocks run at once, or none: they wait for each other."""
     driver = bindings()
     config, together = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
     together.value.cooperative = 1
-    config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
-    config.sharedMemBytes, config.hStream = ALL_BYTES, stream
-    config.attrs, config.numAttrs = [together], 1
+    attributes = [together]
+    if plan.cluster > 1:
+        clusters = driver.CUlaunchAttribute()
+        clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = clusters.value.clusterDim
+        size.x, size.y, size.z = plan.cluster, 1, 1
+        attributes.append(clusters)
+    config.gridDimX, config.gridDimY, config.gridDimZ = plan.num_blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = plan.room.threads, 1, 1
+    config.sharedMemBytes, config.hStream = plan.room.memory_bytes, stream
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config
 
 
@@ -272,7 +298,7 @@ def streamed_pass(
 ) -> tuple[Tensor, Tensor]:
     """Hidden states behind the final norm, [T, C], and the residual stream behind each layer, [L, T, C].
 
-    Up to `MAX_TOKENS` tokens in bf16 on a GPU of compute capability 9.0, where `can_attend`; caches are
+    Up to `streamed_plan.MAX_TOKENS` tokens in bf16 on a GPU of compute capability 9.0, where `can_attend`; caches are
     [2, P, S, G, D], to which this pass's keys and values are written. Attention is causal. `max_query_len`: tokens of a
     row, at most.
 
@@ -288,9 +314,10 @@ def streamed_pass(
     residuals_LTC = embedded_TC.new_empty(len(weights.layers), *embedded_TC.shape)
     with _turns.lock:
         tensors = [*(tensor for layer in weights.layers for tensor in layer), weights.final_norm_C, *caches]
-        key = (*weights.shape, *caches[0].shape, *(tensor.data_ptr() for tensor in tensors))
+        width = width_of(len(embedded_TC))
+        key = (width, *weights.shape, *caches[0].shape, *(tensor.data_ptr() for tensor in tensors))
         if key not in _streamers:
-            _streamers[key] = _Streamer(weights, caches)
+            _streamers[key] = _Streamer(weights, caches, width)
         captured, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(device)
         if not captured:
             _turns.begin(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -11,15 +12,33 @@ import torch
 
 from draftloop.kernels.triton_import import gpu_name
 
-MAX_TOKENS, MAX_QUERIES = 8, 32
-"""Of a pass; of a row: tokens times query heads that share a key/value head."""
+FEW, WIDTHS = 8, (8, 16, 32, 48, 64)
+"""Tokens that kernels have room for. That of a few is `cuda/streamed_pass.cu`, the others are `cuda/wide_pass.cu`."""
+MAX_TOKENS, MAX_ROW_TOKENS, MAX_QUERIES = WIDTHS[-1], 8, 32
+"""Of a pass; of a row, and times query heads that share a key/value head."""
 MAX_SPLITS = 16
-SLOTS, SLOT_BYTES = 5, 32 << 10
-SCRATCH_BYTES, SHARED_BYTES = 32 << 10, 34 << 10
-"""All is 226 KB, of 227 that a block may have."""
-ALL_BYTES = SLOTS * SLOT_BYTES + SCRATCH_BYTES + SHARED_BYTES
+SLOT_BYTES = 32 << 10
 TILE_BYTES = 8 * 64 * 2
 """Of 8 rows of weights and 64 columns."""
+
+
+class Room(NamedTuple):
+    """Of a block."""
+
+    threads: int
+    slots: int
+    """For weights on their way."""
+    scratch_bytes: int
+    shared_bytes: int
+    max_sums: int
+    """Tiles of 8 rows that registers hold the sums of."""
+    max_hidden_tiles: int
+    """Tiles that `shared_bytes` hold the residual stream of."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of 227 KB that a block may have."""
+        return self.slots * SLOT_BYTES + self.scratch_bytes + self.shared_bytes
 
 
 class Shape(NamedTuple):
@@ -79,13 +98,17 @@ def token_limit(shape: Shape, device: torch.device) -> int:
 class Plan(NamedTuple):
     """How the matrices of a shape are divided among blocks, and a block's rows among stages."""
 
+    tokens: int
+    """Of `WIDTHS`."""
+    cluster: int
+    """Blocks that bring tokens to each other."""
     hidden_tiles: int
     """Tiles of 8 rows that a block owns of o and down."""
     inner_tiles: int
     """Of the gate's rows, and as many of those that it multiplies."""
     qkv_tiles: int
     passes: int
-    """Over the columns of gate_up, each with a part of the rows: registers hold the sums of 16 tiles."""
+    """Over the columns of gate_up, each with a part of the rows."""
     o_chunks: int
     """Chunks of 64 columns in a stage."""
     gate_up_chunks: int
@@ -93,23 +116,39 @@ class Plan(NamedTuple):
     qkv_chunks: int
     num_blocks: int
 
+    @property
+    def room(self) -> Room:
+        return _room(self.tokens)
+
+
+def width_of(num_tokens: int) -> int:
+    return next(width for width in WIDTHS if num_tokens <= width)
+
+
+def _room(width: int) -> Room:
+    if width == FEW:
+        return Room(288, 5, 32 << 10, 34 << 10, max_sums=16, max_hidden_tiles=16)
+    return Room(384, 4, 72 << 10, 26 << 10, max_sums=28, max_hidden_tiles=8)
+
 
 @functools.cache
-def make_plan(shape: Shape, num_sms: int) -> Plan | None:
+def make_plan(shape: Shape, num_sms: int, width: int) -> Plan | None:
     """None: heads have another size than the kernel's, or rows cannot be divided evenly among at most so many blocks,
     or columns among stages."""
+    limits, is_wide = _room(width), width > FEW
     if shape.head_dim not in (64, 128) or any(size % 64 for size in (shape.hidden, shape.inner)):
         return None
     rows = (shape.hidden // 8, shape.inner // 8, shape.qkv // 8)
     hidden, inner, qkv = shares = [_share(tiles, num_sms) for tiles in rows]
-    passes = next(n for n in range(1, inner + 1) if inner % n == 0 and inner // n <= 8)
+    passes = next(n for n in range(1, inner + 1) if inner % n == 0 and 2 * inner // n <= limits.max_sums)
     sizes = (shape.query, shape.hidden, shape.inner, shape.hidden)
     tiles = (hidden, 2 * inner // passes, hidden, qkv)
     o, gate_up, down, last = chunks = [_chunks(size, num_tiles) for size, num_tiles in zip(sizes, tiles, strict=True)]
-    num_blocks = max(tiles // share for tiles, share in zip(rows, shares, strict=True))
-    if not all(chunks) or max(hidden, qkv) > 16:
+    blocks = [tiles // share for tiles, share in zip(rows, shares, strict=True)]
+    if not all(chunks) or hidden > limits.max_hidden_tiles or qkv > limits.max_sums or (is_wide and passes > 1):
         return None
-    return Plan(hidden, inner, qkv, passes, o, gate_up, down, last, num_blocks)
+    cluster = math.gcd(4, *blocks) if is_wide else 1
+    return Plan(width, cluster, hidden, inner, qkv, passes, o, gate_up, down, last, max(blocks))
 
 
 def _share(tiles: int, num_sms: int) -> int:
@@ -123,12 +162,16 @@ def _chunks(size: int, tiles: int) -> int:
     return max(fitting, key=lambda n: (n % 2 == 0, n), default=0)
 
 
-def can_attend(shape: Shape, *, num_rows: int, max_query_len: int, page_size: int, num_sms: int) -> bool:
-    """Whether each row and key/value head finds a block, and each row's queries room in it."""
-    plan = make_plan(shape, num_sms)
+def can_attend(
+    shape: Shape, *, num_tokens: int, num_rows: int, max_query_len: int, page_size: int, num_sms: int
+) -> bool:
+    """Whether each row and key/value head finds a block, which has one in passes of few tokens, and each row's queries
+    room in it."""
+    plan = make_plan(shape, num_sms, width_of(num_tokens))
     return (
         plan is not None
-        and num_rows * shape.num_kv_heads <= plan.num_blocks
+        and (plan.tokens > FEW or num_rows * shape.num_kv_heads <= plan.num_blocks)
+        and max_query_len <= MAX_ROW_TOKENS
         and max_query_len * shape.group <= MAX_QUERIES
         and page_size % 16 == 0
     )
@@ -139,6 +182,8 @@ def definitions(shape: Shape, plan: Plan, *, max_query_len: int, page_size: int)
     sizes = {"hidden": shape.hidden, "query": shape.query, "inner": shape.inner, "qkv": shape.qkv}
     heads = {"kv_heads": shape.num_kv_heads, "group": shape.group, "head_dim": shape.head_dim}
     attention = {**heads, "page_size": page_size, "query_tiles": -(-max_query_len * shape.group // 8)}
-    memory = {"slots": SLOTS, "slot_bytes": SLOT_BYTES, "scratch_bytes": SCRATCH_BYTES, "shared_bytes": SHARED_BYTES}
+    room = plan.room
+    memory = {"slots": room.slots, "slot_bytes": SLOT_BYTES}
+    memory |= {"scratch_bytes": room.scratch_bytes, "shared_bytes": room.shared_bytes}
     found = {**sizes, **attention, **plan._asdict(), **memory}
     return {name.upper(): value for name, value in found.items() if name != "num_blocks"}

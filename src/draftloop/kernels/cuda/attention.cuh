@@ -1,4 +1,5 @@
-// Attention of a pass's tokens, at most 8, to paged keys and values, inside a kernel whose blocks are all running.
+// Attention of a pass's tokens, at most 8 of a row, to paged keys and values, inside a kernel whose blocks are all
+// running.
 //
 // A row's keys are tiles of 16: the first are the pass's own, which go to the cache on the way, then come those that
 // are in the cache. A block has one row, the heads that share one key/value head, and a split of the tiles, the same in
@@ -12,7 +13,7 @@
 #pragma once
 #include "linears.cuh"
 
-constexpr int QUERIES = QUERY_TILES * 8, KEYS = 16, MAX_SPLITS = 16;
+constexpr int QUERIES = QUERY_TILES * 8, KEYS = 16, MAX_SPLITS = 16, ROW_TOKENS = 8;
 constexpr int CHUNKS = HEAD_DIM / 8;  // of 16 bytes, 8 dimensions each
 constexpr int HEADS = KV_HEADS * GROUP, ALL_HEADS = HEADS + 2 * KV_HEADS;
 constexpr int WEIGHTS_WIDTH = 20;  // of 32 bits, padded: queries of a key side by side, in pairs
@@ -21,7 +22,7 @@ static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "a half of a head is two or fou
 static_assert(PAGE_SIZE % KEYS == 0 && QUERY_TILES <= 4, "a tile has one page; registers hold 32 queries");
 
 struct AttentionMemory {
-    uint4 queries[QUERIES * CHUNKS], new_keys[TOKENS * CHUNKS];
+    uint4 queries[QUERIES * CHUNKS], new_keys[ROW_TOKENS * CHUNKS];
     u32 weights[WARPS * KEYS][WEIGHTS_WIDTH];
     float peaks[WARPS][QUERIES], totals[WARPS][QUERIES];
 };
@@ -60,10 +61,10 @@ __device__ __forceinline__ u32 place(u32 row, u32 chunk)
     return row * CHUNKS + (chunk ^ (row % 2 * 4 + row / 2 % 4));
 }
 
-__device__ __forceinline__ Share share_of(const Batch& batch)
+__device__ __forceinline__ Share share_of(const Batch& batch, int item)
 {
     Share share;
-    share.item = blockIdx.x / batch.num_splits, share.split = blockIdx.x % batch.num_splits;
+    share.item = item, share.split = blockIdx.x % batch.num_splits;
     share.is_any = share.item < batch.num_rows * KV_HEADS;
     if (!share.is_any) return share;
     const int row = share.item / KV_HEADS, kv_len = batch.kv_lens[row];
@@ -128,7 +129,7 @@ __device__ __forceinline__ void rotate(uint4& first, uint4& second, const float*
 
 // This pass's queries; for the split that begins with them, its keys and values, which go to the cache too.
 __device__ __forceinline__ void take_in(AttentionMemory& memory, uint4* values, const uint4* qkv, const Share& share,
-                                        const float (&angles)[TOKENS][HEAD_DIM], const Batch& batch,
+                                        const float (&angles)[ROW_TOKENS][HEAD_DIM], const Batch& batch,
                                         uint4* cached_keys, uint4* cached_values)
 {
     constexpr int HALF = CHUNKS / 2;
@@ -315,6 +316,7 @@ __device__ __forceinline__ void combine(u32* attended, const Share& share, int n
         }
         const float scale = total == 0 ? 0 : 1 / total;  // padding attends to nothing
         const int column = (share.kv_head * GROUP + query % GROUP) * HEAD_DIM + 2 * pair;
-        packed(attended, column, share.start + query / GROUP) = rounded(first * scale, second * scale);
+        handed_on<HEADS * HEAD_DIM>(attended, column, share.start + query / GROUP) =
+            rounded(first * scale, second * scale);
     }
 }

@@ -35,6 +35,15 @@ __device__ __forceinline__ float power_of_two(float x)
     return y;
 }
 __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }  // what the compiler knows of it
+// Registers that a thread may use from here on, by all four warps of a group.
+template <int COUNT> __device__ __forceinline__ void keep_registers()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void take_registers()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 // Barriers.
 __device__ __forceinline__ void threads_meet(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
@@ -46,6 +55,17 @@ __device__ __forceinline__ void show_barriers_to_copies()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// The same barrier in another block of the cluster.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank)
+{
+    asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %0, %1; "
+                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+                 ::"r"(barrier), "r"(rank) : "memory");
+}
+__device__ __forceinline__ void cluster_meets()
+{
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void arrive(u32 barrier)
 {
@@ -92,6 +112,17 @@ __device__ __forceinline__ void copy(u32 to, const TensorMap& map, int column, i
                  "[%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
 }
+// To the same place in each block of the cluster that has a bit in `blocks`, and counted by each one's barrier.
+__device__ __forceinline__ void copy_to_all(u32 to, const TensorMap& map, int column, int row, u32 barrier, int blocks)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3}], [%4], %5;"
+                 ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((short)blocks) : "memory");
+}
+// Threads write and read by one proxy, the copy engine by another, and the order in which threads have met holds for
+// the two only if a fence between proxies stands on the way from the one access to the other (PTX ISA, memory
+// consistency model: causality order). Of shared and of global memory.
+__device__ __forceinline__ void let_proxies_agree() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // What other multiprocessors have written: L1 must not answer.
 __device__ __forceinline__ float load_float(const float* p)
@@ -150,7 +181,46 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], u32 a0, u32 a1, u
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+// Products of 64 x 16 by 16 x (8 * COUNT), by a group of four warps, which wait for them later. Both factors are as
+// `described`. Of the 64 rows a warp gets 16, in the order of m16n8k16.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int YOUNGEST> __device__ __forceinline__ void await_products()  // but for so many commitments
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(YOUNGEST) : "memory");
+}
+__device__ __forceinline__ void forget(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+#define SUMS(i) "+f"(sums[FIRST + i][0]), "+f"(sums[FIRST + i][1]), "+f"(sums[FIRST + i][2]), "+f"(sums[FIRST + i][3])
+#define PRODUCT(N, SUM_NAMES, A, B, ONE, ...) \
+    asm volatile("{ .reg .pred add; setp.ne.u32 add, %" #ONE ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
+                 "k16.f32.bf16.bf16 {" SUM_NAMES "}, %" #A ", %" #B ", add, 1, 1, 0, 0; }" \
+                 : __VA_ARGS__ : "l"(tokens), "l"(weights), "r"(1))
+template <int FIRST, int COUNT, int TILES>
+__device__ __forceinline__ void multiply_add_64(float (&sums)[TILES][4], u64 tokens, u64 weights)
+{
+    static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4 || COUNT == 8, "tiles of 8 rows");
+    if constexpr (COUNT == 1) PRODUCT(8, "%0, %1, %2, %3", 4, 5, 6, SUMS(0));
+    if constexpr (COUNT == 2) PRODUCT(16, "%0, %1, %2, %3, %4, %5, %6, %7", 8, 9, 10, SUMS(0), SUMS(1));
+    if constexpr (COUNT == 4)
+        PRODUCT(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", 16, 17, 18,
+                SUMS(0), SUMS(1), SUMS(2), SUMS(3));
+    if constexpr (COUNT == 8)
+        PRODUCT(64, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31", 32, 33, 34,
+                SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5), SUMS(6), SUMS(7));
+}
+#undef PRODUCT
+#undef SUMS
 #endif
+
+// 16 columns of rows in shared memory, of which 64 columns of bf16 are 128 bytes, swizzled by the copy engine: where
+// they start, a distance that rows like these do not have, that of 8 rows to the next, all in units of 16 bytes; and how
+// they are swizzled (PTX ISA, matrix descriptor).
+__device__ __forceinline__ u64 described(u32 at)
+{
+    return (u64)(at >> 4) | 1ull << 16 | (1024ull >> 4) << 32 | 1ull << 62;
+}
 
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }

@@ -5,17 +5,19 @@
 // memory is read while blocks wait for each other. Eight warps multiply; each takes every eighth step of 16 columns,
 // and their sums are added up in a fixed order.
 //
-// What blocks hand on is kept in the order in which tensor cores take it (`packed`). Products are m16n8k16: tokens are
-// the 16, of which 8 are used, rows of weights the 8.
+// TOKENS is 8, or more: then wide_linears.cuh has the products. What blocks hand on to products of 8 is kept in the
+// order in which tensor cores take it (`handed_on`). They are m16n8k16: tokens are the 16, of which 8 are used, rows of
+// weights the 8.
 #pragma once
 #include "instructions.cuh"
 
-constexpr int TOKENS = 8, WARPS = 8, CONSUMERS = WARPS * 32;
+constexpr int WARPS = 8, CONSUMERS = WARPS * 32;
 constexpr int TILE = 1024;  // bytes of 8 rows x 64 columns
 constexpr u64 PATIENCE_NS = 4000000000ull;
 
 struct Thread {
-    int warp, lane, token, pair;  // of a product a thread holds one token, columns 2 * pair and the next
+    int num_tokens, warp, lane;
+    int token, pair;              // of a product with 8 tokens it holds one, columns 2 * pair and the next
     u32 offset;                   // of the row that it gives ldmatrix, swizzled as the copy engine does
     u32 never;                    // 0, which the compiler does not know
     bool is_live;                 // whether its token is one
@@ -24,7 +26,8 @@ struct Thread {
 __device__ __forceinline__ Thread this_thread(int num_tokens)
 {
     Thread me;
-    me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32, me.token = me.lane / 4, me.pair = me.lane % 4;
+    me.num_tokens = num_tokens, me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32;
+    me.token = me.lane / 4, me.pair = me.lane % 4;
     me.is_live = me.token < num_tokens, me.never = num_tokens > TOKENS ? ~0u : 0;
     const int matrix = me.lane / 8, line = me.lane % 8;  // of four: columns 0 and 8 of a tile, then of the next tile
     me.offset = matrix / 2 * TILE + line * 128 + ((me.warp % 4 * 2 + matrix % 2) ^ line) * 16;
@@ -43,6 +46,7 @@ struct Meeting {
         : counter(counter), size(size), target(acquired(counter) / size * size) {}
     __device__ void arrive(int weight = 1)
     {
+        if (TOKENS > 8) let_proxies_agree();  // the copy engine reads what this thread wrote, and writes where it did
         consumers_meet();
         target += size;
         if (threadIdx.x == CONSUMERS - 1) add_released(counter, weight);
@@ -50,14 +54,23 @@ struct Meeting {
     // By a thread of the last warp, which is the least likely to have asked for keys: it would wait for them first.
     __device__ void wait() const
     {
-        if (threadIdx.x == CONSUMERS - 1) {
-            const u64 start = nanoseconds();
-            while (acquired(counter) < target)
-                if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
-        }
+        if (threadIdx.x == CONSUMERS - 1) see();
         consumers_meet();
     }
     __device__ void meet() { arrive(), wait(); }
+    // By a thread that brings what blocks hand on, at each meeting.
+    __device__ void follow()
+    {
+        target += size;
+        see();
+        let_proxies_agree();
+    }
+    __device__ void see() const
+    {
+        const u64 start = nanoseconds();
+        while (acquired(counter) < target)
+            if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
+    }
 };
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity)
@@ -68,15 +81,17 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity)
         if (nanoseconds() - start > PATIENCE_NS) __trap();
 }
 
-struct Ring {
+template <int SLOTS_OF, int BYTES>
+struct RingOf {
     u32 slots, filled_barriers, freed_barriers;
     int slot = 0;
     u32 parity = 0;
-    __device__ u32 at() const { return slots + slot * SLOT_BYTES; }
+    __device__ u32 at() const { return slots + slot * BYTES; }
     __device__ u32 filled() const { return filled_barriers + slot * 8; }
     __device__ u32 freed() const { return freed_barriers + slot * 8; }
-    __device__ void advance() { if (++slot == SLOTS) { slot = 0; parity ^= 1; } }
+    __device__ void advance() { if (++slot == SLOTS_OF) { slot = 0; parity ^= 1; } }
 };
+using Ring = RingOf<SLOTS, SLOT_BYTES>;
 
 // The rows of one matrix that this block owns, some columns at a time. SECOND: and as many, so many rows further on.
 template <int SIZE, int TILES, int CHUNKS, int SECOND = 0>
@@ -96,8 +111,9 @@ __device__ __forceinline__ void fetch(Ring& ring, const TensorMap& map, int row,
     }
 }
 
+#if TOKENS == 8
 // Where a pair of columns of 8 tokens stands, so that a thread finds its part of 16 columns side by side.
-__device__ __forceinline__ u32& packed(u32* to, int column, int token)
+template <int SIZE> __device__ __forceinline__ u32& handed_on(u32* to, int column, int token)
 {
     return to[(column / 16 * 32 + token * 4 + column % 8 / 2) * 2 + column / 8 % 2];
 }
@@ -195,3 +211,6 @@ __device__ __forceinline__ void add_up(const float (&sums)[TILES][4], float2* sc
         }
     }
 }
+#else
+#include "wide_linears.cuh"
+#endif

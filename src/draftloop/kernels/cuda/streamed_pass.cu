@@ -1,82 +1,28 @@
 // A pass of at most 8 tokens through all layers of a decoder, in one kernel that never stops reading weights: for each
 // layer norm, q, k and v, attention, output projection, norm, gated MLP. Its twin is a decoder's own pass.
 //
-// streamed_pass.py defines the sizes: HIDDEN, QUERY, INNER, QKV; of each matrix the tiles of 8 rows that a block owns
-// and the chunks of 64 columns in a stage; SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and those of attention.cuh.
-//
 // Blocks meet at a counter between matrices, while weights go on filling the ring (linears.cuh). A norm's scale
 // multiplies the sums behind it, since its squares are known only when all blocks have met. Keys and values of the
 // cache are asked for before the meeting behind q, k and v, since they do not depend on it.
-#include "attention.cuh"
-
-constexpr int HIDDEN_ROWS = HIDDEN_TILES * 8, INNER_ROWS = INNER_TILES * 8, QKV_ROWS = QKV_TILES * 8;
-constexpr int HIDDEN_BLOCKS = HIDDEN / HIDDEN_ROWS, INNER_BLOCKS = INNER / INNER_ROWS, QKV_BLOCKS = QKV / QKV_ROWS;
-constexpr int PASS_TILES = INNER_TILES / PASSES;  // of gates in a pass, and as many of what they multiply
-static_assert(QUERY == HEADS * HEAD_DIM && QKV == ALL_HEADS * HEAD_DIM, "heads");
-
-struct Tensors { const u32 *attention_norm, *mlp_norm; uint4 *keys, *values; };  // of a layer
-
-enum Matrix { QKV_MATRIX, O_MATRIX, GATE_UP_MATRIX, DOWN_MATRIX, MATRICES };
-struct Layer {  // as streamed_pass.py packs it
-    TensorMap maps[MATRICES];
-    Tensors tensors;
-};
-
-struct Pass {
-    const Layer* layers;  // and one more, of which the norm in front of attention is the model's last
-    const u32* embedded;  // [num_tokens, HIDDEN]
-    u32* residuals;       // [num_layers, num_tokens, HIDDEN], behind each layer
-    u32* out;             // [num_tokens, HIDDEN], normed
-    // which blocks hand on
-    u32 *qkv;             // [TOKENS, QKV]
-    u32 *hidden, *attended, *inner;  // packed
-    float* squares;       // [2, HIDDEN_BLOCKS, TOKENS]
-    Partials partials;
-    u64* counter;
-    Batch batch;
-    int num_layers, num_tokens;
-    float eps;
-};
+#include "layers.cuh"
 
 struct Shared {
     u64 filled[SLOTS], freed[SLOTS];
     float scale[TOKENS];
     AttentionMemory attention;
-    float angles[TOKENS][HEAD_DIM];  // of the row that this block attends for
+    float angles[ROW_TOKENS][HEAD_DIM];  // of the row that this block attends for
     float squares[HIDDEN_TILES][TOKENS];
     u32 residual[HIDDEN_TILES][32];  // this block's columns of the stream
     u32 gain[2][HIDDEN_TILES][32];   // of the norms behind attention and behind the MLP
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "streamed_pass.py sets aside too little");
 
-__device__ __forceinline__ void fetch_all(Ring ring, const Pass& pass)
-{
-    const int block = blockIdx.x, lane = threadIdx.x % 32;
-    const u64 policy = read_once();  // the cache is better used for what is read again
-    for (int index = 0; index < pass.num_layers; index++) {
-        const int first = index ? index + 1 : 0, last = min(index + 2, pass.num_layers);  // maps are slow to arrive
-        for (int i = first * MATRICES + lane; i < last * MATRICES; i += 32)
-            make_ready(pass.layers[i / MATRICES].maps[i % MATRICES]);
-        __syncwarp();
-        if (lane) continue;
-        const TensorMap(&maps)[MATRICES] = pass.layers[index].maps;
-        if (block < QKV_BLOCKS) fetch<HIDDEN, QKV_TILES, QKV_CHUNKS>(ring, maps[QKV_MATRIX], block * QKV_ROWS, policy);
-        if (block < HIDDEN_BLOCKS)
-            fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(ring, maps[O_MATRIX], block * HIDDEN_ROWS, policy);
-        if (block < INNER_BLOCKS)
-            for (int row = block * INNER_ROWS; row < (block + 1) * INNER_ROWS; row += PASS_TILES * 8)
-                fetch<HIDDEN, PASS_TILES, GATE_UP_CHUNKS, INNER>(ring, maps[GATE_UP_MATRIX], row, policy);
-        if (block < HIDDEN_BLOCKS)
-            fetch<INNER, HIDDEN_TILES, DOWN_CHUNKS>(ring, maps[DOWN_MATRIX], block * HIDDEN_ROWS, policy);
-    }
-}
-
 // What the next matrix multiplies, still unscaled, and squares of this block's columns of the residual stream.
 __device__ __forceinline__ void hand_on_tile(int tile, Shared& shared, u32 gain, u32* hidden, const Thread& me)
 {
     const u32 mine = shared.residual[tile][me.lane];
     const float first = low(mine), second = high(mine);
-    packed(hidden, blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, me.token) =
+    handed_on<HIDDEN>(hidden, blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, me.token) =
         rounded(first * low(gain), second * high(gain));
     float square = first * first + second * second;
     square += __shfl_xor_sync(~0u, square, 1);
@@ -132,12 +78,6 @@ struct Squares {
     }
 };
 
-// This thread's pair of a norm's weights, for each of its tiles.
-__device__ __forceinline__ const u32* weights_of(const u32* norm, int tile, const Thread& me)
-{
-    return norm + (blockIdx.x * HIDDEN_ROWS + tile * 8) / 2 + me.pair;
-}
-
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(const __grid_constant__ Pass pass)
 {
     unsigned char* memory = shared_memory();
@@ -162,12 +102,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
     const int block = blockIdx.x;
     const bool has_hidden = block < HIDDEN_BLOCKS;
     float* const squares[2] = {pass.squares, pass.squares + HIDDEN_BLOCKS * TOKENS};
-    const Share share = share_of(pass.batch);
-    if (share.is_any)
-        for (int i = threadIdx.x; i < share.num_tokens * HEAD_DIM; i += CONSUMERS) {
-            const long long position = pass.batch.positions[share.start + i / HEAD_DIM];
-            shared.angles[i / HEAD_DIM][i % HEAD_DIM] = pass.batch.cos_sin[position * HEAD_DIM + i % HEAD_DIM];
-        }
+    const Share share = share_of(pass.batch, blockIdx.x / pass.batch.num_splits);
+    if (share.is_any) take_angles(shared.angles, share.start, share.num_tokens, pass.batch);
     Meeting all_blocks(pass.counter, gridDim.x);
     Meeting splits(pass.partials.counters + share.item, MAX_SPLITS);  // of a row; those that it has count for all
     Tensors layer = pass.layers[0].tensors;
@@ -239,7 +175,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
                     const u32 up = rounded(values[1].x * scale, values[1].y * scale);
                     const u32 open =
                         rounded(low(gate) / (1 + __expf(-low(gate))), high(gate) / (1 + __expf(-high(gate))));
-                    packed(pass.inner, block * INNER_ROWS + (part * PASS_TILES + tile) * 8 + 2 * me.pair, me.token) =
+                    const int column = block * INNER_ROWS + (part * PASS_TILES + tile) * 8 + 2 * me.pair;
+                    handed_on<INNER>(pass.inner, column, me.token) =
                         rounded(low(open) * low(up), high(open) * high(up));
                 });
             }

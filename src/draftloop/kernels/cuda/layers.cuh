@@ -1,0 +1,74 @@
+// What passes of few and of many tokens have in common: layers, and how a block asks for its weights.
+//
+// streamed_plan.py defines the sizes: HIDDEN, QUERY, INNER, QKV; of each matrix the tiles of 8 rows that a block owns
+// and the chunks of 64 columns in a stage; TOKENS; SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and those of
+// attention.cuh.
+#pragma once
+#include "attention.cuh"
+
+constexpr int HIDDEN_ROWS = HIDDEN_TILES * 8, INNER_ROWS = INNER_TILES * 8, QKV_ROWS = QKV_TILES * 8;
+constexpr int HIDDEN_BLOCKS = HIDDEN / HIDDEN_ROWS, INNER_BLOCKS = INNER / INNER_ROWS, QKV_BLOCKS = QKV / QKV_ROWS;
+constexpr int PASS_TILES = INNER_TILES / PASSES;  // of gates in a pass, and as many of what they multiply
+static_assert(QUERY == HEADS * HEAD_DIM && QKV == ALL_HEADS * HEAD_DIM, "heads");
+
+struct Tensors { const u32 *attention_norm, *mlp_norm; uint4 *keys, *values; };  // of a layer
+
+enum Matrix { QKV_MATRIX, O_MATRIX, GATE_UP_MATRIX, DOWN_MATRIX, MATRICES };
+struct Layer {  // as streamed_pass.py packs it
+    TensorMap maps[MATRICES];
+    Tensors tensors;
+};
+
+struct Pass {
+    const Layer* layers;  // and one more, which has maps of what each matrix multiplies, and the model's last norm
+    const u32* embedded;  // [num_tokens, HIDDEN]
+    u32* residuals;       // [num_layers, num_tokens, HIDDEN], behind each layer
+    u32* out;             // [num_tokens, HIDDEN], normed
+    // which blocks hand on
+    u32 *qkv;             // [TOKENS, QKV]
+    u32 *hidden, *attended, *inner;  // [TOKENS, size], in the order of `handed_on`
+    float* squares;       // [2, HIDDEN_BLOCKS, TOKENS] of few tokens, [2, TOKENS, HIDDEN_BLOCKS] of many
+    Partials partials;
+    u64* counter;
+    Batch batch;
+    int num_layers, num_tokens;
+    float eps;
+};
+
+__device__ __forceinline__ void fetch_all(Ring ring, const Pass& pass)
+{
+    const int block = blockIdx.x, lane = threadIdx.x % 32;
+    const u64 policy = read_once();  // the cache is better used for what is read again
+    for (int index = 0; index < pass.num_layers; index++) {
+        const int first = index ? index + 1 : 0, last = min(index + 2, pass.num_layers);  // maps are slow to arrive
+        for (int i = first * MATRICES + lane; i < last * MATRICES; i += 32)
+            make_ready(pass.layers[i / MATRICES].maps[i % MATRICES]);
+        __syncwarp();
+        if (lane) continue;
+        const TensorMap(&maps)[MATRICES] = pass.layers[index].maps;
+        if (block < QKV_BLOCKS) fetch<HIDDEN, QKV_TILES, QKV_CHUNKS>(ring, maps[QKV_MATRIX], block * QKV_ROWS, policy);
+        if (block < HIDDEN_BLOCKS)
+            fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(ring, maps[O_MATRIX], block * HIDDEN_ROWS, policy);
+        if (block < INNER_BLOCKS)
+            for (int row = block * INNER_ROWS; row < (block + 1) * INNER_ROWS; row += PASS_TILES * 8)
+                fetch<HIDDEN, PASS_TILES, GATE_UP_CHUNKS, INNER>(ring, maps[GATE_UP_MATRIX], row, policy);
+        if (block < HIDDEN_BLOCKS)
+            fetch<INNER, HIDDEN_TILES, DOWN_CHUNKS>(ring, maps[DOWN_MATRIX], block * HIDDEN_ROWS, policy);
+    }
+}
+
+// This thread's pair of a norm's weights, for each of its tiles.
+__device__ __forceinline__ const u32* weights_of(const u32* norm, int tile, const Thread& me)
+{
+    return norm + (blockIdx.x * HIDDEN_ROWS + tile * 8) / 2 + me.pair;
+}
+
+// The angles of an item's tokens.
+__device__ __forceinline__ void take_angles(float (&angles)[ROW_TOKENS][HEAD_DIM], int start, int num_tokens,
+                                            const Batch& batch)
+{
+    for (int i = threadIdx.x; i < num_tokens * HEAD_DIM; i += CONSUMERS) {
+        const long long position = batch.positions[start + i / HEAD_DIM];
+        angles[i / HEAD_DIM][i % HEAD_DIM] = batch.cos_sin[position * HEAD_DIM + i % HEAD_DIM];
+    }
+}
