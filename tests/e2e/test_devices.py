@@ -205,7 +205,7 @@ def test_a_step_as_one_graph_says_the_same_as_phase_by_phase(device, drafter, ov
     whole = start(device, drafter, iteration_graph=True, **settings)
     asked = prompts(7)
     for temperature, seed in ((0.0, None), (0.8, 7)):
-        params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=10 + 3 * i) for i in range(7)]
+        params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=8 + 2 * i) for i in range(7)]
         for poison in (False, True):
             whole.engine.table.poison = poison
             whole.reset_graph_counts()

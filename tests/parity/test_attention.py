@@ -89,7 +89,9 @@ def test_masks(
     uniform = lens is UNIFORM
     check(
         name,
-        Case(lens=lens, causal=causal, window=window, uniform=uniform, padding=0 if uniform else 3),
+        Case(
+            lens=lens, heads=2, kv_heads=1, causal=causal, window=window, uniform=uniform, padding=0 if uniform else 3
+        ),
         device,
     )
 
