@@ -122,7 +122,7 @@ stream() { # a pass that differs from the one before fails: MEASURED stays empty
 }
 
 stream_wide() {
-  gpu_tests gpu-tests-stream-wide 40 tests/parity/test_streamed_pass.py -k wide
+  gpu_tests gpu-tests-stream-wide 60 tests/parity/test_streamed_pass.py -k wide
   timeout 40 "$python" -m draftloop.bench.sweep_streamed --more-than 8 --out "$out/wide.json" --seconds 25 || failed=1
 }
 

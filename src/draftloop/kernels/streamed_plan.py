@@ -81,6 +81,7 @@ _tried: int | None = None
 def trying(limit: int) -> Iterator[None]:
     """Passes are streamed up to so many tokens meanwhile, whatever was measured: for sweeps and tests."""
     global _tried
+    assert limit <= MAX_TOKENS, limit
     before, _tried = _tried, limit
     try:
         yield

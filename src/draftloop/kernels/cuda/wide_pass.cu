@@ -243,7 +243,7 @@ wide_pass(const __grid_constant__ Pass pass)
         }
         layer = next;
     }
-    all_blocks.meet();
+    all_blocks.meet();  // no block of a cluster ends while another still frees its slots
     if (!has_hidden) return;
     find_scales(shared, squares[1], pass.eps, me);
     consumers_meet();
