@@ -135,6 +135,10 @@ class PageAllocator:
 
     # ---- what pages hold --------------------------------------------------------------------
 
+    def __contains__(self, key: bytes) -> bool:
+        """A page is registered under it."""
+        return key in self._page_of
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The pages of the longest run of known keys from the first on."""
         pages = []

@@ -28,18 +28,23 @@ def find_prefix(sequence: Sequence, groups: Many[PageAllocator], *, num_rerun: i
     beyond, in_last_page = divmod(num_rerun - 1, size)
     whole = [pages for pages in groups if pages.window is None]
     count = min((len(pages.find(keys)) for pages in whole), default=len(keys)) - beyond
+    runs = [(pages, _runs(pages, keys)) for pages in groups if pages.window is not None]
     while count > 0:
         num_tokens = count * size - in_last_page - 1
-        found = [pages.find(reversed(keys[pages.first_seen(num_tokens) : count]))[::-1] for pages in groups]
-        gaps = [
-            count - 1 - len(ids)
-            for pages, ids in zip(groups, found, strict=True)
-            if len(ids) < count - pages.first_seen(num_tokens)
-        ]
-        if not gaps:
-            return Prefix(count, num_tokens, found)
-        count = min(gaps)  # nothing that ends behind a page that is missing, but within its window, will do
+        if all(begins[count - 1] <= pages.first_seen(num_tokens) for pages, begins in runs):
+            return Prefix(count, num_tokens, [p.find(keys[p.first_seen(num_tokens) : count]) for p in groups])
+        count -= 1
     return Prefix(0, 0, [[] for _ in groups])
+
+
+def _runs(pages: PageAllocator, keys: list[bytes]) -> list[int]:
+    """Of each page, where the run of known ones begins that ends with it; behind it where it is not known itself."""
+    begin, begins = 0, []
+    for place, key in enumerate(keys, 1):
+        if key not in pages:
+            begin = place
+        begins.append(begin)
+    return begins
 
 
 def register_prefix(sequence: Sequence, num_tokens: int, groups: Many[PageAllocator]) -> None:
