@@ -8,7 +8,6 @@ limit="${2:-300}"
 shift $(($# < 2 ? $# : 2))
 python="${PYTHON:-python3}"
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
-export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # else a read past the end of a tensor may still hit the allocator's block
 mkdir -p "$out"
 files=("$@")
 if [ ${#files[@]} = 0 ]; then
@@ -25,9 +24,12 @@ small+=" and not layers_on_a_gpu"
 small+=" and not flashinfer and not sdpa and not _torch and not in_a_graph and not replays and not many_tokens"
 
 check() { # tool, file
-  local name
+  local name options=() caching=1 # else a read past the end of a tensor may still hit the allocator's block
   name="$1-$(basename "$2" .py)"
-  timeout "$limit" compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 5 \
+  [ "$1" != memcheck ] || options=(--report-api-errors no) # bindings ask for functions that a driver may lack
+  [[ "$2" != */test_streamed_pass.py ]] || caching=0 # a capture cannot ask the driver for memory
+  PYTORCH_NO_CUDA_MEMORY_CACHING="$caching" \
+    timeout "$limit" compute-sanitizer --tool "$1" "${options[@]}" --error-exitcode 9 --print-limit 5 \
     "$python" -m pytest "$2" -m gpu -k "$small" -p no:cacheprovider -p no:xdist >"$out/$name.log" 2>&1
   echo "$? $name: $(grep -E ' (passed|failed)' "$out/$name.log" | tail -n 1); $(grep 'ERROR SUMMARY\|RACECHECK SUMMARY' "$out/$name.log" | tail -n 1)" \
     >"$out/$name.txt"
