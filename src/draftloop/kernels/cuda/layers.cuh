@@ -63,6 +63,33 @@ __device__ __forceinline__ const u32* weights_of(const u32* norm, int tile, cons
     return norm + (blockIdx.x * HIDDEN_ROWS + tile * 8) / 2 + me.pair;
 }
 
+// What follows is of pairs of columns.
+__device__ __forceinline__ u32 multiplied(u32 pair, u32 by)
+{
+    return rounded(low(pair) * low(by), high(pair) * high(by));
+}
+// The squares of a token's 8 columns, which four threads hold.
+__device__ __forceinline__ float squares_of(u32 pair)
+{
+    float square = low(pair) * low(pair) + high(pair) * high(pair);
+    square += __shfl_xor_sync(~0u, square, 1);
+    square += __shfl_xor_sync(~0u, square, 2);
+    return square;
+}
+// The sums of a layer, rounded, added to the residual stream.
+__device__ __forceinline__ u32 added(u32 residual, float2 sums)
+{
+    const u32 out = rounded(sums.x, sums.y);
+    return rounded(low(residual) + low(out), high(residual) + high(out));
+}
+// Sums of gates, then of what they multiply. Rounded between the steps, as models are in training.
+__device__ __forceinline__ u32 gated(const float2 (&sums)[2], float scale)
+{
+    const u32 gate = rounded(sums[0].x * scale, sums[0].y * scale);
+    const u32 up = rounded(sums[1].x * scale, sums[1].y * scale);
+    return multiplied(rounded(low(gate) / (1 + __expf(-low(gate))), high(gate) / (1 + __expf(-high(gate)))), up);
+}
+
 // The angles of an item's tokens.
 __device__ __forceinline__ void take_angles(float (&angles)[ROW_TOKENS][HEAD_DIM], int start, int num_tokens,
                                             const Batch& batch)

@@ -21,12 +21,8 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "streamed_pass.py sets aside too l
 __device__ __forceinline__ void hand_on_tile(int tile, Shared& shared, u32 gain, u32* hidden, const Thread& me)
 {
     const u32 mine = shared.residual[tile][me.lane];
-    const float first = low(mine), second = high(mine);
-    handed_on<HIDDEN>(hidden, blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, me.token) =
-        rounded(first * low(gain), second * high(gain));
-    float square = first * first + second * second;
-    square += __shfl_xor_sync(~0u, square, 1);
-    square += __shfl_xor_sync(~0u, square, 2);
+    handed_on<HIDDEN>(hidden, blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, me.token) = multiplied(mine, gain);
+    const float square = squares_of(mine);
     if (me.pair == 0) shared.squares[tile][me.token] = square;
 }
 __device__ __forceinline__ void hand_on_squares(const Shared& shared, float* squares)
@@ -45,8 +41,7 @@ __device__ __forceinline__ void add_residual(const float (&sums)[HIDDEN_TILES][4
 {
     add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
         u32& mine = shared.residual[tile][me.lane];
-        const u32 out = rounded(values[0].x, values[0].y);
-        mine = rounded(low(mine) + low(out), high(mine) + high(out));
+        mine = added(mine, values[0]);
         if (residual && me.is_live)
             residual[(me.token * HIDDEN + blockIdx.x * HIDDEN_ROWS + tile * 8) / 2 + me.pair] = mine;
         hand_on_tile(tile, shared, gain[tile][me.lane], hidden, me);
@@ -169,15 +164,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
                 multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, pass.hidden, me);
                 if (part == 0) of_tokens.find_scale(shared, pass.eps, me);
                 add_up<2>(sums, scratch, me, [&](int tile, const float2 (&values)[2]) {
-                    const float scale = shared.scale[me.token];
-                    // rounded between the steps, as models are in training
-                    const u32 gate = rounded(values[0].x * scale, values[0].y * scale);
-                    const u32 up = rounded(values[1].x * scale, values[1].y * scale);
-                    const u32 open =
-                        rounded(low(gate) / (1 + __expf(-low(gate))), high(gate) / (1 + __expf(-high(gate))));
                     const int column = block * INNER_ROWS + (part * PASS_TILES + tile) * 8 + 2 * me.pair;
-                    handed_on<INNER>(pass.inner, column, me.token) =
-                        rounded(low(open) * low(up), high(open) * high(up));
+                    handed_on<INNER>(pass.inner, column, me.token) = gated(values, shared.scale[me.token]);
                 });
             }
         }

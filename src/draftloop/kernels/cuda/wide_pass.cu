@@ -51,12 +51,8 @@ __device__ __forceinline__ void hand_on_tile(int tile, int token, Shared& shared
                                              const Thread& me)
 {
     const u32 mine = shared.residual[tile][cell(token, me)];
-    const float first = low(mine), second = high(mine);
-    handed_on<HIDDEN>(hidden, blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, token) =
-        rounded(first * low(gain), second * high(gain));
-    float square = first * first + second * second;
-    square += __shfl_xor_sync(~0u, square, 1);
-    square += __shfl_xor_sync(~0u, square, 2);
+    handed_on<HIDDEN>(hidden, blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, token) = multiplied(mine, gain);
+    const float square = squares_of(mine);
     if (me.pair == 0) shared.squares[tile][token] = square;
 }
 __device__ __forceinline__ void hand_on_squares(const Shared& shared, float* squares)
@@ -75,8 +71,7 @@ __device__ __forceinline__ void add_residual(const float (&sums)[HIDDEN_TILES][4
 {
     add_up<1>(sums, scratch, me, [&](int tile, int token, const float2 (&values)[1]) {
         u32& mine = shared.residual[tile][cell(token, me)];
-        const u32 out = rounded(values[0].x, values[0].y);
-        mine = rounded(low(mine) + low(out), high(mine) + high(out));
+        mine = added(mine, values[0]);
         if (residual && token < me.num_tokens)
             residual[(token * HIDDEN + blockIdx.x * HIDDEN_ROWS + tile * 8) / 2 + me.pair] = mine;
         hand_on_tile(tile, token, shared, gain[tile][me.lane], hidden, me);
@@ -224,13 +219,8 @@ wide_pass(const __grid_constant__ Pass pass)
             float sums[2 * INNER_TILES][4];
             multiply<HIDDEN, 2 * INNER_TILES, GATE_UP_CHUNKS>(sums, rings, me);
             add_up<2>(sums, scratch, me, [&](int tile, int token, const float2 (&values)[2]) {
-                const float scale = shared.scale[token];
-                // rounded between the steps, as models are in training
-                const u32 gate = rounded(values[0].x * scale, values[0].y * scale);
-                const u32 up = rounded(values[1].x * scale, values[1].y * scale);
-                const u32 open = rounded(low(gate) / (1 + __expf(-low(gate))), high(gate) / (1 + __expf(-high(gate))));
                 handed_on<INNER>(pass.inner, block * INNER_ROWS + tile * 8 + 2 * me.pair, token) =
-                    rounded(low(open) * low(up), high(open) * high(up));
+                    gated(values, shared.scale[token]);
             });
         }
         all_blocks.meet();
