@@ -9,7 +9,8 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +20,8 @@ from torch import Tensor
 import fake_flashinfer
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from draftloop.attention.registry import attention_backend
+from draftloop.kernels.attention_tiles import choose_tiles
+from draftloop.kernels.paged_attention import paged_attention_triton
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
@@ -42,6 +45,45 @@ class Case:
     padding: int = 0
     """Tokens past the last entry's."""
     seed: int = 0
+
+
+def attend_in_splits(
+    q: Tensor,
+    kv: Tensor,
+    batch: AttentionBatch,
+    out: Tensor,
+    case: Case,
+    num_splits: int,
+    *,
+    query_len: int,
+    **how: Any,
+) -> None:
+    """Triton's kernels with so many splits of the keys, however few there are; `how`: of `paged_attention_triton`."""
+    tiles = choose_tiles(
+        num_tokens=q.shape[0],
+        num_rows=len(case.lens),
+        query_len=query_len,
+        group=case.heads // case.kv_heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        itemsize=q.element_size(),
+        max_keys=batch.page_table_MN.shape[1] * case.page_size,
+        num_sms=1,
+    )
+    paged_attention_triton(
+        q,
+        kv,
+        batch.rows_R,
+        batch.query_starts_R1,
+        batch.kv_lens_R,
+        batch.page_table_MN,
+        out,
+        query_len=query_len,
+        scale=case.head_dim**-0.5,
+        num_sms=1,
+        tiles=replace(tiles, num_splits=num_splits),
+        **how,
+    )
 
 
 def dense(q_QHD: Tensor, k_SGD: Tensor, v_SGD: Tensor, case: Case) -> Tensor:

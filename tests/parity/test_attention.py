@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import TOLERANCE, Case, backend, make, sinks
+from attention_cases import TOLERANCE, Case, attend_in_splits, backend, make, sinks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,6 @@ from draftloop.attention.registry import BACKENDS, attention_backend
 from draftloop.errors import ConfigError
 from draftloop.graphs.tape import TapeRecorder
 from draftloop.kernels.native.functions import switched_off
-from draftloop.kernels.paged_attention import choose_tiles, paged_attention_triton
 
 
 def check(
@@ -42,34 +41,9 @@ def check(
         found.attend(q, kv, batch, out, sliding_window=case.window, sinks_H=sinks_H)
     else:
         query_len = batch.max_query_len if batch.uniform else 0
-        tiles = choose_tiles(
-            num_tokens=q.shape[0],
-            num_rows=len(case.lens),
-            query_len=query_len,
-            group=case.heads // case.kv_heads,
-            num_kv_heads=case.kv_heads,
-            head_dim=case.head_dim,
-            itemsize=q.element_size(),
-            max_keys=batch.page_table_MN.shape[1] * case.page_size,
-            num_sms=1,
-        )
-        paged_attention_triton(
-            q,
-            kv,
-            batch.rows_R,
-            batch.query_starts_R1,
-            batch.kv_lens_R,
-            batch.page_table_MN,
-            out,
-            query_len=query_len,
-            causal=batch.causal,
-            window=case.window or 0,
-            scale=case.head_dim**-0.5,
-            sinks_H=sinks_H,
-            num_sms=1,
-            pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0),
-            tiles=replace(tiles, num_splits=num_splits),
-        )
+        has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        how = {"causal": batch.causal, "window": case.window or 0, "sinks_H": sinks_H, "pdl": has_pdl}
+        attend_in_splits(q, kv, batch, out, case, num_splits, query_len=query_len, **how)
     torch.testing.assert_close(out.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 

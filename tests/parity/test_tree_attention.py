@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import TOLERANCE, Case, backend, make
+from attention_cases import TOLERANCE, Case, attend_in_splits, backend, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,8 +18,7 @@ from draftloop.attention.tree import TreePass
 from draftloop.config.draft_tree import DraftTree
 from draftloop.errors import ConfigError
 from draftloop.graphs.tape import TapeRecorder
-from draftloop.kernels.attention_tiles import choose_tiles
-from draftloop.kernels.paged_attention import PagedTree, paged_attention_triton
+from draftloop.kernels.paged_attention import PagedTree
 from trees import SMALL, random_tree, tree_passes
 
 FEW = settings(max_examples=6)
@@ -89,31 +88,8 @@ def check_attention(
     if num_splits is None:
         backend(name, case, device, dtype).attend(q, kv, batch, out, sliding_window=window)
     else:
-        sizes = {"num_tokens": q.shape[0], "num_rows": len(lens), "query_len": num_queries, "num_sms": 1}
-        tiles = choose_tiles(
-            **sizes,
-            group=case.heads // case.kv_heads,
-            num_kv_heads=case.kv_heads,
-            head_dim=case.head_dim,
-            itemsize=q.element_size(),
-            max_keys=batch.page_table_MN.shape[1] * case.page_size,
-        )
-        paged_attention_triton(
-            q,
-            kv,
-            batch.rows_R,
-            batch.query_starts_R1,
-            batch.kv_lens_R,
-            batch.page_table_MN,
-            out,
-            query_len=num_queries,
-            causal=True,
-            window=window or 0,
-            scale=case.head_dim**-0.5,
-            num_sms=1,
-            tree=PagedTree(*of.mask, positions),
-            tiles=replace(tiles, num_splits=num_splits),
-        )
+        how = {"causal": True, "window": window or 0, "tree": PagedTree(*of.mask, positions)}
+        attend_in_splits(q, kv, batch, out, case, num_splits, query_len=num_queries, **how)
     torch.testing.assert_close(out.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
