@@ -11,10 +11,16 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
+import threading
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
+
+Loader = Callable[[str, str], ModuleType]
+"""(name, path of an extension module) -> the module."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -26,6 +32,29 @@ if torch.version.cuda is not None or INTERPRETED:
         triton = importlib.import_module("triton")
         tl = importlib.import_module("triton.language")
         TensorDescriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
+
+def apart(load: Loader) -> Loader:
+    """Loads extension modules of one name so that none ever changes another, whichever threads ask.
+
+    Triton 3.6 keeps each launcher in a module of the same name. Where the process has loaded a file before, Python
+    puts its functions into whatever module has the name now: one, perhaps, that another thread has just loaded and not
+    looked into yet, and its kernel is launched with another's arguments.
+    """
+    lock = threading.Lock()
+
+    def load_apart(name: str, path: str) -> ModuleType:
+        with lock:
+            module = load(name, path)
+            sys.modules.pop(name, None)
+            return module
+
+    return load_apart
+
+
+if triton is not None:  # kernels are compiled by many threads at the start
+    _build = importlib.import_module("triton.runtime.build")
+    _build._load_module_from_path = apart(_build._load_module_from_path)
 
 
 def jit(*unspecialized: str) -> Callable[[Any], Any]:
