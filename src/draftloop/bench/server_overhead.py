@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def _stream(connection: http.client.HTTPConnection, route: str, body: dict[str, 
 
 
 @contextmanager
-def _server(rate: dict[str, float]) -> Iterator[tuple[int, int]]:
+def _server(rate: dict[str, float]) -> Generator[tuple[int, int]]:
     """An API process; its port and process id."""
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, "-m", "draftloop.bench.synthetic_engine", json.dumps(rate)]

@@ -15,7 +15,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ class Ending:
         self.signal: signal.Signals | None = None
 
     @contextmanager
-    def on_signals(self) -> Iterator[None]:
+    def on_signals(self) -> Generator[None]:
         """Meanwhile the first SIGINT or SIGTERM ends the traffic; a second one does what it always does."""
 
         def take(number: int, frame: Any) -> None:

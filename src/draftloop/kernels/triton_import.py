@@ -53,7 +53,7 @@ def apart(load: Loader) -> Loader:
 
 
 if triton is not None:  # kernels are compiled by many threads at the start
-    _build = importlib.import_module("triton.runtime.build")
+    _build: Any = importlib.import_module("triton.runtime.build")
     _build._load_module_from_path = apart(_build._load_module_from_path)
 
 
