@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import logging
 import os
 import re
@@ -58,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if _is_case(item)]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -72,6 +74,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         gone = set(gpu_items)
         items[:] = [item for item in items if item not in gone]
         config.hook.pytest_deselected(items=gpu_items)
+
+
+def _is_case(item: pytest.Item) -> bool:
+    """`@pytest.mark.cases(where=...)`, asked by the names of parameters: what others show is no case, and no skip."""
+    for mark in item.iter_markers("cases"):
+        where = mark.kwargs["where"]
+        asked = inspect.signature(where).parameters
+        if not where(**{name: value for name, value in item.callspec.params.items() if name in asked}):
+            return False
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

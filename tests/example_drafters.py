@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
 
 from blocks import tiny_block
 from draftloop.config import SpeculativeConfig
-from draftloop.drafters.base import DRAFTERS
+from draftloop.drafters.base import DRAFTERS, load_drafters
 from gemma4 import gemma4_assistant
 from heads import mtp_target, tiny_head
 from helpers import _folder, near_draft, tiny_model
@@ -88,8 +91,33 @@ def example_configs() -> Mapping[str, list[dict[str, Any]]]:
     }
 
 
+def each_drafter(*, only: Callable[[str, int], bool] = lambda name, index: True) -> list[ParameterSet]:
+    """The examples as parameters `name` and `index`; `only` those of which it is true."""
+    load_drafters()
+    return [
+        pytest.param(name, index, id=f"{name}-{index}" if index else name)
+        for name in sorted(DRAFTERS)
+        for index in range(len(example_configs().get(name, [0])))
+        if only(name, index)
+    ]
+
+
+def remembers(name: str, index: int) -> bool:
+    """Does this example of a drafter draft from earlier requests too?"""
+    return _asked(name, index, "remembers")
+
+
 def works_on_host(name: str, index: int) -> bool:
     """Does this example of a drafter need each step's tokens on the host?"""
+    return _asked(name, index, "needs_host")
+
+
+def reuses_prefixes(name: str, index: int) -> bool:
+    """Does what is found of earlier prompts serve this example of a drafter too?"""
+    return _asked(name, index, "can_reuse_prefixes")
+
+
+def _asked(name: str, index: int, what: str) -> bool:
+    """False of a drafter without an example, about which a test complains."""
     examples = example_configs().get(name)
-    spec = SpeculativeConfig.from_mapping(examples[index]) if examples else None
-    return spec is not None and DRAFTERS[name].needs_host(spec)
+    return examples is not None and getattr(DRAFTERS[name], what)(SpeculativeConfig.from_mapping(examples[index]))

@@ -6,14 +6,15 @@ A new drafter adds a line to `example_configs` in tests/example_drafters.py and 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 
-from draftloop.drafters.base import DRAFTERS, Drafter, load_drafters
+from draftloop.drafters.base import DRAFTERS, Drafter
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import ModeSetting
 from draftloop.request import SamplingParams
-from example_drafters import example_configs, works_on_host
+from example_drafters import each_drafter, example_configs, remembers, works_on_host
 from helpers import (
     MODES,
     answers,
@@ -30,23 +31,26 @@ from helpers import (
 )
 from parallel import tiny_pard
 
-load_drafters()
-
-CASES = [
-    pytest.param(name, index, id=f"{name}-{index}" if index else name)
-    for name in sorted(DRAFTERS)
-    for index in range(len(example_configs().get(name, [0])))
-]
-LOSSLESS = [case for case in CASES if not DRAFTERS[case.values[0]].forced_acceptance]
-FORCED = [case for case in CASES if DRAFTERS[case.values[0]].forced_acceptance]
+CASES = each_drafter()
+LOSSLESS = each_drafter(only=lambda name, index: not DRAFTERS[name].forced_acceptance)
+FORCED = each_drafter(only=lambda name, index: DRAFTERS[name].forced_acceptance)
 SHARES_OPTIONS = ("cascade",)
 """Its drafters are told how to draw."""
-OVERLAPPING = [case for case in LOSSLESS if not works_on_host(*case.values)]
 
 
 def each(cases: list) -> pytest.MarkDecorator:
     """All tests of one drafter come together, so that they find the engines of the last ones."""
     return pytest.mark.parametrize(("name", "index"), cases, scope="module")
+
+
+def can_overlap(name: str, index: int, overlap: bool = True) -> bool:
+    """Some need the tokens of each step on the host."""
+    return not (overlap and works_on_host(name, index))
+
+
+def at_each_depth(test: Callable) -> Callable:
+    depths = pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
+    return pytest.mark.cases(where=can_overlap)(depths(test))
 
 
 def config(name: str, index: int) -> dict:
@@ -89,12 +93,15 @@ def test_every_drafter_says_what_it_can_do(name):
     assert all(cls.__doc__ for cls in (drafter, inspect.getmodule(drafter))), f"drafter {name!r} names no source"
 
 
+@pytest.mark.cases(
+    where=lambda name, index, mode: (
+        index == 0 or mode is ModeSetting.FULL_AND_PIECEWISE or not is_like_the_first(name, index)
+    )
+)
 @pytest.mark.parametrize("mode", MODES)
 @each(LOSSLESS)
 def test_greedy_text_is_that_of_the_plain_engine(name, index, mode):
     """Of seven rows that end one after the other, and of one."""
-    if index and mode is not ModeSetting.FULL_AND_PIECEWISE and is_like_the_first(name, index):
-        pytest.skip("the drafter's first example shows it")
     llm = drafting(name, index, cudagraph_mode=mode.value)
     for poison, lengths in ((True, (24, 3, 15, 3, 18, 6, 9)), (False, (12,))):
         llm.engine.table.poison = poison
@@ -104,12 +111,10 @@ def test_greedy_text_is_that_of_the_plain_engine(name, index, mode):
         assert_all_free(llm)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
+@at_each_depth
 @each(LOSSLESS)
 def test_chunked_prompts_beside_decoding_rows(name, index, overlap):
     """Prompts of 1 to 20 tokens, 24 tokens of budget: they are cut while others decode, at either depth."""
-    if overlap and works_on_host(name, index):
-        pytest.skip("needs the tokens of each step on the host")
     llm = drafting(name, index, async_scheduling=overlap, max_num_batched_tokens=24, cudagraph_mode="FULL", poison=True)
     asked = prompts(12)
     outputs = llm.generate(asked, [greedy(4 + 2 * i) for i in range(12)])
@@ -243,11 +248,9 @@ def test_a_batch_that_declines_speculation_is_plain_decoding(name, index):
     assert replays.get("target.verify", 0) == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
+@at_each_depth
 @each(CASES)
 def test_aborting_anywhere_frees_rows_and_pages_and_harms_nobody(name, index, overlap):
-    if overlap and works_on_host(name, index):
-        pytest.skip("needs the tokens of each step on the host")
     llm = drafting(name, index, async_scheduling=overlap, max_num_batched_tokens=24, cudagraph_mode="FULL", poison=True)
     core, asked = llm.engine.core, prompts(10)
     ended: dict[str, list[int]] = {}
@@ -311,11 +314,10 @@ def sampled(temperature: float = 1.0, **options) -> SamplingParams:
     return SamplingParams(**{"temperature": temperature, "max_tokens": 20, "seed": 7, **options})
 
 
+@pytest.mark.cases(where=lambda name, index: not remembers(name, index))
 @each(LOSSLESS)
 def test_a_seed_gives_the_same_tokens_alone_and_beside_neighbours(name, index):
     llm = drafting(name, index, poison=True)
-    if llm.engine.drafter.remembers:
-        pytest.skip("what it drafts depends on earlier requests")
     asked = prompts(5)
     mine = sampled(max_tokens=12)
     alone = answers(llm.generate(asked[2], mine))[0]
@@ -348,7 +350,8 @@ def test_forced_acceptance_has_the_length_that_was_asked_for(name, index):
     assert all(len(output.outputs[0].token_ids) == 100 for output in outputs)
 
 
-@each(OVERLAPPING)
+@pytest.mark.cases(where=can_overlap)
+@each(LOSSLESS)
 def test_a_row_is_reused_while_a_step_of_its_last_owner_is_in_flight(name, index):
     """Answers end where the host could not foresee it, so at depth 2 each ended row runs once more."""
     llm = drafting(
@@ -372,7 +375,8 @@ def test_a_row_is_reused_while_a_step_of_its_last_owner_is_in_flight(name, index
     assert_all_free(llm)
 
 
-@each(OVERLAPPING)
+@pytest.mark.cases(where=can_overlap)
+@each(LOSSLESS)
 def test_end_of_sequence_inside_a_block_ends_exactly_there(name, index):
     """The oracle's seventh token is declared the end; at depth 2 the next step is on its way by then."""
     prompt = prompts(6)[4]

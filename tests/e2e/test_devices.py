@@ -55,7 +55,7 @@ CONFIGS = {
     "peagle": {"method": "peagle", "num_speculative_tokens": 3},
 }
 MEANT_FOR_GPU = {"cascade", "eagle3_tree", "medusa", "mtp", "mtp_of_2", "pard", "peagle"}
-"""On a CPU, their own tests and those of all drafters run what these would."""
+"""On a CPU their own tests and those of all drafters run what these would."""
 WITH_MODELS = {
     "draft_model": near,
     "dflash": functools.partial(wide_block, "dflash"),
@@ -77,8 +77,6 @@ TARGETS = {
 
 def start(device: str, drafter: str, *, beside: str = "", **settings) -> LLM:
     """An engine of the drafter's target, or without one of the target of the drafter `beside` it."""
-    if device == "cpu" and MEANT_FOR_GPU & {drafter, beside}:
-        pytest.skip("tested elsewhere on a CPU")
     spec = CONFIGS[drafter]
     if drafter in WITH_MODELS:
         spec = {**spec, "model": WITH_MODELS[drafter]()}
@@ -117,15 +115,20 @@ def fill_slots(table: GraphTable, key: Key, generator: torch.Generator, padding_
         buffer[: values.shape[0]].copy_(values)
 
 
+def is_told_by_a_cpu(device: str, drafter: str, dtype: str = "float32", mode: str = "FULL_AND_PIECEWISE") -> bool:
+    """A GPU runs everything; on a CPU the others would say what these do."""
+    if device == "cuda":
+        return True
+    if (dtype, mode) == ("bfloat16", "FULL"):
+        return drafter in ("draft_model", "eagle3")
+    return (dtype, mode) == ("float32", "FULL_AND_PIECEWISE") and drafter not in MEANT_FOR_GPU
+
+
+@pytest.mark.cases(where=is_told_by_a_cpu)
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE"])
 @pytest.mark.parametrize("drafter", [name for name in CONFIGS if name != "none"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_phase_is_bit_for_bit_the_same_captured_and_eager(device, drafter, mode, dtype):
-    tells = {("float32", "FULL_AND_PIECEWISE")} | (
-        {("bfloat16", "FULL")} if drafter in ("draft_model", "eagle3") else set()
-    )
-    if device == "cpu" and (dtype, mode) not in tells:
-        pytest.skip("on a CPU the others say what there is to say")
     llm = start(device, drafter, cudagraph_mode=mode, dtype=dtype)
     table, state = llm.engine.table, llm.engine.core.worker.state
     core = llm.engine.core
@@ -187,6 +190,7 @@ def test_greedy_text_is_the_same_in_every_mode(drafter, mode):
     llm.close()
 
 
+@pytest.mark.cases(where=is_told_by_a_cpu)
 @pytest.mark.parametrize("drafter", [name for name in CONFIGS if name != "none"])
 def test_a_steady_step_runs_no_phase_eager(device, drafter):
     llm = start(device, drafter, cudagraph_mode="FULL_AND_PIECEWISE", require_graphs=True)
@@ -195,11 +199,14 @@ def test_a_steady_step_runs_no_phase_eager(device, drafter):
     llm.close()
 
 
+@pytest.mark.cases(  # on a CPU tests/e2e/test_device_loop.py compares the others
+    where=lambda device, drafter, overlap: (
+        device == "cuda" or (overlap and drafter in ("none", "ngram", "draft_model", "eagle3"))
+    )
+)
 @pytest.mark.parametrize("overlap", [False, True], ids=["depth_1", "depth_2"])
 @pytest.mark.parametrize("drafter", CONFIGS)
 def test_a_step_as_one_graph_says_the_same_as_phase_by_phase(device, drafter, overlap):
-    if device == "cpu" and not (overlap and drafter in ("none", "ngram", "draft_model", "eagle3")):
-        pytest.skip("on a CPU tests/e2e/test_device_loop.py compares the others")
     settings = {"cudagraph_mode": "FULL_AND_PIECEWISE", "dtype": "float32", "async_scheduling": overlap}
     apart = start(device, drafter, iteration_graph=False, **settings)
     whole = start(device, drafter, iteration_graph=True, **settings)

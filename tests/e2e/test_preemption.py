@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftloop.drafters.base import DRAFTERS, load_drafters
 from draftloop.drafters.extract_hidden_states import read_hidden_states
 from draftloop.engine.llm import LLM
 from draftloop.errors import RequestError
 from draftloop.request import SamplingParams
-from example_drafters import example_configs, works_on_host
+from example_drafters import each_drafter, example_configs, remembers, works_on_host
 from helpers import (
     answers,
     assert_all_free,
@@ -25,14 +24,6 @@ from helpers import (
     run_through,
     shrink,
 )
-
-load_drafters()
-
-CASES = [
-    pytest.param(name, index, id=f"{name}-{index}" if index else name)
-    for name in sorted(DRAFTERS)
-    for index in range(len(example_configs().get(name, [0])))
-]
 
 
 def books(llm: LLM):
@@ -87,15 +78,13 @@ def test_prompts_at_the_limit():
         llm.generate([5] * 64, greedy(None))
 
 
-@pytest.mark.parametrize(("name", "index"), CASES)
+@pytest.mark.parametrize(("name", "index"), each_drafter(only=lambda name, index: not remembers(name, index)))
 def test_drafts_are_as_good_as_if_nothing_had_been(name, index):
     """Preempted again and again, in prompts and between steps in flight: the same tokens and the same acceptance."""
     spec = example_configs()[name][index]
     overlap = None if works_on_host(name, index) else True
     settings = {"speculative_config": spec, "async_scheduling": overlap, "max_num_batched_tokens": 16}
     llm = engine(**settings, cudagraph_capture_sizes=(2, 4), poison=True)
-    if llm.engine.drafter.remembers:
-        pytest.skip("what it drafts depends on earlier requests")
     core, asked = llm.engine.core, prompts(4, longest=40)
 
     def run(every: int) -> tuple[dict, list]:

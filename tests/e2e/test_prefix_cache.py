@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from draftloop.config.speculative import SpeculativeConfig
-from draftloop.drafters.base import DRAFTERS, Drafter, load_drafters
+from draftloop.drafters.base import DRAFTERS, Drafter
 from draftloop.drafters.synthetic import SyntheticDrafter
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError, RequestError
 from draftloop.request import RequestOutput, SamplingParams
-from example_drafters import example_configs, works_on_host
+from example_drafters import each_drafter, example_configs, remembers, reuses_prefixes, works_on_host
 from helpers import (
     answers,
     assert_all_free,
@@ -27,20 +27,9 @@ from helpers import (
     tiny_model,
 )
 
-load_drafters()
 
-
-def reuses_prefixes(name: str, index: int) -> bool:
-    spec = SpeculativeConfig.from_mapping(example_configs()[name][index])
-    return DRAFTERS[name].can_reuse_prefixes(spec)
-
-
-CASES = [
-    pytest.param(name, index, id=f"{name}-{index}" if index else name)
-    for name in sorted(DRAFTERS)
-    for index in range(len(example_configs().get(name, [0])))
-]
-REUSING = [case for case in CASES if DRAFTERS[case.values[0]].drafts and reuses_prefixes(*case.values)]
+def drafts_the_same_from_prefixes(name: str, index: int) -> bool:
+    return DRAFTERS[name].drafts and reuses_prefixes(name, index) and not remembers(name, index)
 
 
 def random_ids(count: int, seed: int = 3) -> list[int]:
@@ -52,7 +41,7 @@ def acceptance(outputs: list[RequestOutput]) -> list[tuple[int, ...] | None]:
     return [output.spec and output.spec.acceptance_histogram for output in outputs]
 
 
-@pytest.mark.parametrize(("name", "index"), REUSING)
+@pytest.mark.parametrize(("name", "index"), each_drafter(only=drafts_the_same_from_prefixes))
 def test_a_hit_costs_no_acceptance(name, index):
     """B40, for each drafter: prompts that end on, before and behind page edges, and that part in any place.
 
@@ -62,8 +51,6 @@ def test_a_hit_costs_no_acceptance(name, index):
     overlap = None if works_on_host(name, index) else True
     settings = {"speculative_config": spec, "async_scheduling": overlap, "max_num_batched_tokens": 40}
     llm = engine(**settings, cudagraph_capture_sizes=(2, 8), poison=True)
-    if llm.engine.drafter.remembers:
-        pytest.skip("what it drafts depends on earlier requests")
     base = random_ids(64)
     asked = [base[:48], base[:48], base[:47], base[:49], [*base[:32], *random_ids(20, 5)], [*base[:33], 7, 8], base]
     params = greedy(12, seed=1)

@@ -207,6 +207,11 @@ class Drafter(ABC):
         return cls.read_target is not Drafter.read_target
 
     @classmethod
+    def remembers(cls, spec: SpeculativeConfig) -> bool:
+        """Drafts depend on earlier requests too, so that a seed repeats a request's distribution, not its tokens."""
+        return False
+
+    @classmethod
     def overhang(cls, spec: SpeculativeConfig) -> int:
         """Positions past a row's last token that one of its passes may reach; a verify reaches K + 1."""
         return cls.count_drafts(spec) + 1
@@ -232,11 +237,6 @@ class Drafter(ABC):
         """Last tokens of a prefix found in the caches that run again (drafters that `reuses_prefixes`): what is kept of
         them depends on tokens after them, which were another request's. At least 1."""
         return 1
-
-    @property
-    def remembers(self) -> bool:
-        """Drafts depend on earlier requests too, so that a seed repeats a request's distribution, not its tokens."""
-        return False
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

@@ -114,6 +114,10 @@ class CascadeDrafter(Drafter):
         return all(drafter_class(part).can_reuse_prefixes(part) for part in _parts(spec))
 
     @classmethod
+    def remembers(cls, spec: SpeculativeConfig) -> bool:
+        return any(drafter_class(part).remembers(part) for part in _parts(spec))
+
+    @classmethod
     def overhang(cls, spec: SpeculativeConfig) -> int:
         return max(drafter_class(part).overhang(part) for part in _parts(spec))
 
@@ -132,10 +136,6 @@ class CascadeDrafter(Drafter):
     @property
     def num_rerun(self) -> int:
         return max(part.num_rerun for part in self.parts)
-
-    @property
-    def remembers(self) -> bool:
-        return any(part.remembers for part in self.parts)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

@@ -38,6 +38,18 @@ class Limits:
     least_prob: float
     """A draft ends where it is less likely than this, as counted."""
 
+    @classmethod
+    def asked_for(cls, spec: SpeculativeConfig) -> Limits:
+        def given(value: Any, default: Any) -> Any:
+            return default if value is None else value
+
+        return cls(
+            depth=given(spec.suffix_decoding_max_tree_depth, DEFAULT_DEPTH),
+            cached_requests=given(spec.suffix_decoding_max_cached_requests, DEFAULT_CACHED_REQUESTS),
+            factor=given(spec.suffix_decoding_max_spec_factor, DEFAULT_FACTOR),
+            least_prob=given(spec.suffix_decoding_min_token_prob, DEFAULT_LEAST_PROB),
+        )
+
 
 class SuffixDrafter(HostDrafter):
     """Copies what came next before. It needs no model."""
@@ -55,23 +67,14 @@ class SuffixDrafter(HostDrafter):
 
     def __init__(self, spec: SpeculativeConfig, target: Target) -> None:
         super().__init__(spec, target)
-
-        def given(value: Any, default: Any) -> Any:
-            return default if value is None else value
-
-        self.limits = Limits(
-            depth=given(spec.suffix_decoding_max_tree_depth, DEFAULT_DEPTH),
-            cached_requests=given(spec.suffix_decoding_max_cached_requests, DEFAULT_CACHED_REQUESTS),
-            factor=given(spec.suffix_decoding_max_spec_factor, DEFAULT_FACTOR),
-            least_prob=given(spec.suffix_decoding_min_token_prob, DEFAULT_LEAST_PROB),
-        )
+        self.limits = Limits.asked_for(spec)
         self.trees: Trees = (
             ArcticTrees(self.limits) if spec.suffix_decoding_backend == "arctic" else OwnTrees(self.limits)
         )
 
-    @property
-    def remembers(self) -> bool:
-        return self.limits.cached_requests > 0
+    @classmethod
+    def remembers(cls, spec: SpeculativeConfig) -> bool:
+        return Limits.asked_for(spec).cached_requests > 0
 
     def draft_on_host(self, rows: Sequence[HostRow]) -> Sequence[Sequence[int]]:
         self.trees.keep({row.number for row in rows})
