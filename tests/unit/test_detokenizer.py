@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from draftloop.engine.detokenizer import Detokenizer
@@ -79,6 +82,42 @@ def test_special_tokens_are_left_out_unless_asked_for(tokenizer, skip, expected)
     detokenizer, _, _ = feed(tokenizer, f"a{SPECIAL}b", skip_special_tokens=skip)
     detokenizer.flush()
     assert detokenizer.text == expected
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> SimpleNamespace:
+    """Words, and a token for each byte that no word has, as sentencepiece vocabularies know them."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "▁b": 257}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return SimpleNamespace(backend_tokenizer=backend)
+
+
+def test_bytes_that_turn_out_to_be_no_text_do_not_take_back_what_was_shown(byte_fallback):
+    """A run of bytes decodes as a whole: its line end has been shown when a byte comes that begins no character."""
+    detokenizer, seen = Detokenizer(byte_fallback, SamplingParams(stop=("b b",))), []
+    ended_by = None
+    for token in [256, 0x0A, 0xC5, 0x07, 257, 257, 0x0A, 256]:
+        ended_by = ended_by or detokenizer.add(token)
+        seen.append(detokenizer.text)
+        if ended_by:
+            break
+    assert seen == ["a", "a\n", "a\n", "a\n", "a\n\ufffd\ufffd b", "a\n\ufffd\ufffd "]
+    assert ended_by == "b b"
+
+
+@given(st.lists(st.sampled_from([0x0A, 0xC3, 0xA9, 0xC5, 0x07, 256, 257]), max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_any_tokens_make_a_text_that_only_grows(byte_fallback, tokens):
+    detokenizer, seen = Detokenizer(byte_fallback, SamplingParams()), [""]
+    for token in tokens:
+        assert detokenizer.add(token) is None
+        seen.append(detokenizer.text)
+    detokenizer.flush()
+    seen.append(detokenizer.text)
+    assert all(after.startswith(before) for before, after in pairwise(seen))
+    whole = byte_fallback.backend_tokenizer.decode(tokens)
+    assert detokenizer.text == whole or "\ufffd" in whole
 
 
 def test_without_a_tokenizer_the_text_stays_empty():
