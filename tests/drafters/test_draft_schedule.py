@@ -161,6 +161,23 @@ def test_adaptive_text_is_that_of_plain_decoding(method, how):
     llm.close()
 
 
+def test_only_steps_that_ran_as_planned_tell_what_such_steps_take(monkeypatch):
+    """Neither do those of rows that draft nothing, nor does one before which a prompt ran, or nobody wanted anything."""
+    self_draft = {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 3, "adaptive": True}
+    llm = make_engine(speculative_config=self_draft, cudagraph_mode="NONE")
+    drafting, timed = llm.engine.core.scheduler.drafting, []
+    monkeypatch.setattr(drafting, "stepped", lambda num_rows, num_drafts, ms: timed.append(ms))
+    llm.generate(prompts(1), greedy(8), speculation=False)
+    assert timed
+    assert set(timed) == {None}
+    for _ in range(2):
+        timed.clear()
+        llm.generate(prompts(1), greedy(16))
+        assert timed[0] is None
+        assert None not in timed[1:]
+    llm.close()
+
+
 def test_a_drafter_that_cannot_follow_is_refused():
     spec = SpeculativeConfig.from_mapping(
         {"method": "extract_hidden_states", "adaptive": True, "num_speculative_tokens": 1}

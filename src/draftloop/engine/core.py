@@ -317,8 +317,9 @@ class EngineCore:
                     self.stats.count_step(
                         sequence, num_drafted=num_drafted, num_accepted=delivered, drafted_by=drafted_by
                     )
+        step_ms = self._step_ms(plan)
         if plan.decodes:
-            drafting.stepped(len(plan.decodes), plan.num_drafts, self._step_ms(plan))
+            drafting.stepped(len(plan.decodes), plan.num_drafts, step_ms if flight.is_as_planned else None)
         if observed and self.worker.drafter:
             self.worker.drafter.observe(observed)
         return changed

@@ -73,6 +73,8 @@ class InFlight(ABC):
         """Steps that it may still make."""
         self.feeds_drafter = True
         """The drafter's caches get what the target's get."""
+        self.is_as_planned = True
+        """Its decoding rows verify as many drafts as the plan says: what it takes is what such steps take."""
         self._preemptions = {s: s.num_preemptions for s in (*(c.sequence for c in plan.chunks), *plan.decodes)}
 
     def still_runs(self, sequence: Sequence) -> bool:

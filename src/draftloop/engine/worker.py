@@ -214,7 +214,7 @@ class Worker:
         kind = self._kind(sequences)
         run = partial(self.run, rows_across_ranks=shape.decode_rows)
         self.rows.select([sequence.row for sequence in sequences])
-        as_planned = self._is_as_planned(flight.plan, shape)
+        flight.is_as_planned = as_planned = self._is_as_planned(flight.plan, shape)
         whole = iteration_name(kind, num_drafts, self.num_drafts)
         as_one = as_planned and not shape.is_stepwise
         if as_one and self.table.covers(whole, shape.decode_rows):
