@@ -250,6 +250,19 @@ def test_numbers_of_drafters_add_up_in_a_device_loop():
     assert sum(row.iterations for row in llm.get_graph_report().loops) > 0
 
 
+def test_what_was_drafted_before_steps_without_drafts_is_not_verified_after_them():
+    """Nor are an earlier request's drafts. The target drafts for itself, so that all but what is stale is accepted."""
+    spec = cascade({"method": "scripted", "script": lambda request_id, token_ids, k: []}, {"model": tiny_model()})
+    spec["num_speculative_tokens_per_batch_size"] = [[1, 1, K], [2, 8, 0]]
+    llm = make_engine(speculative_config=spec, max_num_seqs=4, cudagraph_mode="NONE")
+    for _ in range(2):
+        llm.generate(prompts(2), [greedy(12), greedy(36)])  # two rows draft nothing, the one that is left all
+    metrics = llm.get_metrics()
+    assert min(metrics["steps_by_num_drafts"].values()) > 0
+    cut = 2 * K  # the last block of a request ends at its limit
+    assert metrics["spec_decode_num_accepted_tokens"] >= metrics["spec_decode_num_draft_tokens"] - cut
+
+
 def test_two_drafters_of_one_name_keep_apart():
     spec = cascade(
         {"model": near_draft(), "draft_sample_method": "greedy"},

@@ -275,17 +275,14 @@ class CascadeDrafter(Drafter):
         )
 
     def rounds_after(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
+        if num_drafts == self.num_drafts:
+            return self.rounds(sampled=sampled).next
         each = self._joined([part.rounds_after(num_drafts, sampled=sampled) for part in self.parts])
-        if not num_drafts:
-            return each
-        last = self._choice(sampled=sampled)
-        return (*(() if num_drafts == self.num_drafts else (_BEGIN,)), *each, *last)
+        return (_BEGIN, *each, *(self._choice(sampled=sampled) if num_drafts else ()))
 
     def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
         each = self._joined([part.first_rounds(num_drafts, sampled=sampled) for part in self.parts])
-        if not num_drafts:
-            return each
-        return (_BEGIN, *each, *self._choice(sampled=sampled))
+        return (_BEGIN, *each, *(self._choice(sampled=sampled) if num_drafts else ()))
 
     def _choice(self, *, sampled: bool) -> tuple[str, ...]:
         """Where a part drafts on the host, the choice is made when that has drafted."""
