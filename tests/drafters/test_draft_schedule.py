@@ -27,6 +27,11 @@ FOLLOWING = [
 LENGTHS = (20, 40, 60, 80)
 
 
+def works_on_host(config: dict[str, Any]) -> bool:
+    spec = SpeculativeConfig.from_mapping(config)
+    return drafter_class(spec).needs_host(spec)
+
+
 def by_rows(config: dict[str, Any]) -> dict[str, Any]:
     """Nothing is drafted at first, then one token, then all."""
     most = config["num_speculative_tokens"]
@@ -69,6 +74,31 @@ def test_acceptance_is_whole_again_after_steps_without_drafts(mode):
         by_count = [passes[name] for name in ("draft.feed", "draft.prefill.k1", "draft.prefill")]
         assert by_count == [steps[count] for count in (0, 1, 3)]
         assert passes["draft.decode"] == 3 + 2 * steps[3], "three drafts after the prompts"
+    llm.close()
+
+
+@pytest.mark.parametrize("config", [case for case in FOLLOWING if not works_on_host(case.values[0])])
+def test_steps_without_drafts_feed_the_drafter(config):
+    """What is drafted after them is what a row drafts that has just begun with the same tokens."""
+    llm = make_engine(
+        speculative_config=by_rows(config),
+        cudagraph_mode="NONE",
+        async_scheduling=False,
+        enable_prefix_caching=False,
+    )
+    core, drafts_MK = llm.engine.core, llm.engine.core.worker.state.drafts_MK
+    *_, last = [core.add(str(i), p, greedy(n)) for i, (p, n) in enumerate(zip(prompts(3), (9, 12, 60), strict=True))]
+    while not (last.output_ids and core.scheduler.running == [last]):
+        core.step()
+    steps = core.scheduler.drafting.steps_by_count
+    assert steps[0] > 4
+    while steps[config["num_speculative_tokens"]] < 2:
+        core.step()
+    fed, num_tokens = drafts_MK[last.row].tolist(), last.num_tokens
+    core.preempt(last.request_id)
+    core.step()
+    assert last.num_tokens == num_tokens
+    assert drafts_MK[last.row].tolist() == fed
     llm.close()
 
 
@@ -162,7 +192,7 @@ def test_adaptive_text_is_that_of_plain_decoding(method, how):
 
 
 def test_only_steps_that_ran_as_planned_tell_what_such_steps_take(monkeypatch):
-    """Neither do those of rows that draft nothing, nor does one before which a prompt ran, or nobody wanted anything."""
+    """No step of rows that draft nothing does, nor one before which a prompt ran, or nobody wanted anything."""
     self_draft = {"method": "draft_model", "model": tiny_model(), "num_speculative_tokens": 3, "adaptive": True}
     llm = make_engine(speculative_config=self_draft, cudagraph_mode="NONE")
     drafting, timed = llm.engine.core.scheduler.drafting, []

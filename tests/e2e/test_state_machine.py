@@ -27,7 +27,7 @@ load_drafters()
 
 CASES: list[Any] = [
     None,
-    *((name, index) for name in sorted(DRAFTERS) for index in range(len(example_configs()[name]))),
+    *((name, index) for name, configs in sorted(example_configs().items()) for index in range(len(configs))),
 ]
 LONGEST, NUM_ROWS = 96, 3
 ROOM_FOR_ONE = 8
