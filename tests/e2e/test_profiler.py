@@ -40,7 +40,7 @@ def test_a_profile_names_what_ran_and_changes_nothing(device, tmp_path):
     llm.close()
 
 
-def test_a_profile_that_nobody_ends_is_written_at_its_limit(tmp_path, monkeypatch):
+def test_a_profile_that_nobody_ends_is_written_at_its_limit(tmp_path, monkeypatch, caplog):
     llm = make_engine(enforce_eager=True)
     profiler = StepProfiler(llm.engine)
     with pytest.raises(RequestError, match="no profile is being recorded"):
@@ -55,6 +55,13 @@ def test_a_profile_that_nobody_ends_is_written_at_its_limit(tmp_path, monkeypatc
     profiler.stepped()
     (file,) = tmp_path.iterdir()
     assert profiler.stop() == file.name, "whoever asks is told"
+    with pytest.raises(RequestError, match="no profile"):
+        profiler.stop()
+    folder = tmp_path / "removed"
+    profiler.start(folder)
+    folder.rmdir()
+    profiler.stepped()
+    assert "cannot be written" in caplog.text, "requests go on without it"
     with pytest.raises(RequestError, match="no profile"):
         profiler.stop()
     (tmp_path / "a file").touch()

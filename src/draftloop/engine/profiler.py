@@ -51,9 +51,14 @@ class StepProfiler:
 
     def stepped(self) -> None:
         """A step has ended."""
-        if self._profile is not None and time.monotonic() - self._begin > MAX_S:
+        if self._profile is None or time.monotonic() - self._begin <= MAX_S:
+            return
+        try:
             self._last = self.stop()
-            logger.warning("the profile has come to its limit of %.0f s: %s", MAX_S, self._last)
+        except OSError as error:  # nobody has asked, and requests go on
+            logger.error("the profile has come to its limit of %.0f s and cannot be written: %s", MAX_S, error)
+            return
+        logger.warning("the profile has come to its limit of %.0f s: %s", MAX_S, self._last)
 
     def stop(self) -> str:
         """Write the trace; the name of its file. Raises RequestError if there is none."""
