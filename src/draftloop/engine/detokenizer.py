@@ -15,7 +15,7 @@ class Detokenizer:
         self._stop, self._include_stop = params.stop, params.include_stop_str_in_output
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None) if params.detokenize else None
         self._skip_special = params.skip_special_tokens
-        self._stream = self._new_stream() if self._backend is not None else None
+        self._stream: Any = self._new_stream() if self._backend is not None else None
         self._pending: list[int] = []
 
     def add(self, token: int, *, may_stop: bool = True) -> str | None:
