@@ -50,6 +50,15 @@ def test_what_is_nested_too_deeply_is_refused(compilers, tokenizer):
     assert compilers.compile(StructuredOutputsParams(choice=("a", "b")), tokenizer, timeout_s=60)
 
 
+@pytest.mark.parametrize("chosen", ["😀", "日本", 'a "quoted" one', "a\\b\n"])
+def test_a_choice_may_be_of_any_characters(compilers, tokenizer, chosen):
+    compiled = compilers.compile(StructuredOutputsParams(choice=("no", chosen)), tokenizer, timeout_s=60)
+    info = xgrammar.TokenizerInfo.deserialize_json(tokenizer)
+    matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(compiled, info))
+    assert all(matcher.accept_token(byte) for byte in chosen.encode())
+    assert matcher.accept_token(0), "and it ends there"
+
+
 def test_a_refusal_keeps_the_process(compilers, tokenizer):
     compilers.compile(StructuredOutputsParams(regex="a"), tokenizer, timeout_s=60)
     (before,) = compilers._idle

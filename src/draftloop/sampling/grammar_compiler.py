@@ -180,7 +180,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     if kind == "json_object":
         return '{"type": "object"}'
     if kind == "choice":
-        return "root ::= " + " | ".join(map(json.dumps, value))
+        return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
     text = value if isinstance(value, str) else json.dumps(value)
     if kind in ("json", "structural_tag"):
         json.loads(text)  # says where it is wrong
