@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -119,6 +120,26 @@ def test_stop_parameters_that_cannot_work_are_refused(plain):
         plain.generate([[1], [2]], [greedy(4)] * 3)
     with pytest.raises(RequestError, match="no chat template"):
         plain.chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hi", "messages are 'hi'; they must be a list of"),
+        ({"role": "user", "content": "hi"}, "they must be a list of"),
+        ([["hi"]], r"messages are \['hi'\]; they must be"),
+        ([[]], r"messages are \[\]; they must be"),
+        ([{"role": "user"}], "messages do not fit the chat template: 'content'"),
+    ],
+)
+def test_messages_that_the_chat_template_cannot_take_are_refused(plain, monkeypatch, messages, message):
+    def render(messages, **options):
+        return "".join(one["content"] for one in messages)
+
+    tokenizer = SimpleNamespace(chat_template="of some kind", apply_chat_template=render)
+    monkeypatch.setattr(plain.engine, "tokenizer", tokenizer)
+    with pytest.raises(RequestError, match=message):
+        plain.chat(messages)
 
 
 def test_a_request_that_needs_more_memory_than_there_is_names_the_pages():

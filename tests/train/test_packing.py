@@ -98,6 +98,11 @@ def test_too_little_to_train_on_is_an_error():
         split(documents([4] * 10), 60, seed=0)
 
 
+def test_a_tenth_of_a_short_recording_is_held_out():
+    trained, held_out = split(documents([4] * 100), None, seed=0)
+    assert (len(trained), len(held_out)) == (90, 10)
+
+
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 5))
 def test_what_follows_is_of_the_same_document_and_to_be_learnt(lengths, distance, given_tokens):

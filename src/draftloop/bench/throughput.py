@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 from draftloop.bench.acceptance import shares_accepted
 from draftloop.bench.ask import render
@@ -65,12 +66,15 @@ def run_throughput(
         all_ids = _prompts(llm, prompts, most, prompt_tokens, params.max_tokens)
         ceiling = engine_ceiling(llm)
         rows = ceiling_rows(ceiling)
-        for rows_at_once in progress_bar(concurrency, description="Concurrency"):
-            ids = all_ids[: num_requests or WAVES * rows_at_once]
-            serve(llm, ids[:rows_at_once], params, rows_at_once)  # warms up, compiles what start-up did not
+        counts = [num_requests or WAVES * rows_at_once for rows_at_once in concurrency]
+        warming = sum(map(min, counts, concurrency))
+        bar = progress_bar(total=warming + sum(counts), description="Answering", unit="request")
+        for rows_at_once, count in zip(concurrency, counts, strict=True):
+            ids = all_ids[:count]
+            serve(llm, ids[:rows_at_once], params, rows_at_once, bar)  # warms up, compiles what start-up did not
             llm.reset_graph_counts()
             llm.reset_prefix_cache()
-            requests, seconds = serve(llm, ids, params, rows_at_once)
+            requests, seconds = serve(llm, ids, params, rows_at_once, bar)
             eager = {"eager_runs": sum(llm.get_graph_report().eager_runs.values())}
             rows += [{**row, **eager} for row in throughput_rows(requests, seconds, rows_at_once)]
             rows += measure_steady(
@@ -81,6 +85,7 @@ def run_throughput(
                 output_tokens=params.max_tokens,
                 repeats=repeats,
             )
+        bar.close()
         asked = {"prompts": prompts or "random", "prompt": prompt_tokens if prompts is None else None}
         common = {**engine_facts(llm), **asked, "output": params.max_tokens, "temperature": params.temperature}
         rows = [{**common, **row} for row in rows]
@@ -110,7 +115,7 @@ def _prompts(llm: LLM, name: str | None, count: int, num_tokens: int, max_tokens
 
 
 def serve(
-    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, concurrency: int
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, concurrency: int, bar: tqdm | None = None
 ) -> tuple[list[Request], float]:
     """Answer every prompt, `concurrency` at a time: the requests with their times, and the seconds they took."""
     core, waiting, ended = llm.engine.core, deque(enumerate(prompts)), []
@@ -125,6 +130,8 @@ def serve(
             if sequence.finish_reason is not None:
                 ended.append(sequence)
                 num_open -= 1
+                if bar is not None:
+                    bar.update()
     seconds = time.perf_counter() - begin
     while not core.idle:  # a step launched before the last request was known to end
         core.step()

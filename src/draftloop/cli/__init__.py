@@ -244,7 +244,7 @@ def compare(
     out:
         Folder or file for the results.
     """
-    at_least_one(drafters=len(drafters), num_prompts=num_prompts, repeats=repeats)
+    at_least_one(num_prompts=num_prompts, repeats=repeats)
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     check_known("prompt set", [prompts], prompt_sets.NAMES)
     config = EngineConfig.from_mapping(model=target, **values)

@@ -65,7 +65,7 @@ def latency(
     trace:
         File for a Chrome trace of a few iterations of the first batch size, .json or .json.gz.
     """
-    at_least_one(batch_sizes=min(batch_sizes, default=0), prompt_tokens=prompt_tokens, repeats=repeats)
+    at_least_one(batch_sizes=min(batch_sizes), prompt_tokens=prompt_tokens, repeats=repeats)
     _check_answers(output_tokens, trace)
     config = config_from({**values, "max_num_seqs": max(values["max_num_seqs"], *batch_sizes)})
     from draftloop.bench.latency import run_latency
@@ -119,7 +119,7 @@ def throughput(
     trace:
         File for a Chrome trace of a few iterations at the first concurrency, .json or .json.gz.
     """
-    least = min(concurrency, default=0)
+    least = min(concurrency)
     at_least_one(concurrency=least, num_requests=num_requests, prompt_tokens=prompt_tokens, repeats=repeats)
     _check_answers(output_tokens, trace)
     if prompts is not None:
@@ -239,7 +239,7 @@ def acceptance(
     out:
         Folder or file for the results.
     """
-    at_least_one(prompts=len(prompts), num_prompts=num_prompts, max_tokens=max_tokens, temperature=len(temperature))
+    at_least_one(num_prompts=num_prompts, max_tokens=max_tokens)
     for value in temperature:
         SamplingParams(temperature=value)
     check_known("prompt set", prompts, prompt_sets.NAMES)
@@ -287,7 +287,7 @@ def structured(
     out:
         Folder or file for the results.
     """
-    at_least_one(num_prompts=num_prompts, max_tokens=max_tokens, temperature=len(temperature))
+    at_least_one(num_prompts=num_prompts, max_tokens=max_tokens)
     for value in temperature:
         SamplingParams(temperature=value)
     values = {**values, "model": target}
@@ -346,7 +346,7 @@ def server(
     out:
         Folder or file for the results.
     """
-    at_least_one(streams=streams, tokens_per_step=min(tokens_per_step, default=0))
+    at_least_one(streams=streams, tokens_per_step=min(tokens_per_step))
     for name, value in (("tokens-per-s", tokens_per_s), ("seconds", seconds)):
         if not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}; it must be above 0")

@@ -73,8 +73,8 @@ def simulate(
     out:
         Folder or file for the results.
     """
-    at_least_one(replicas=min(replicas, default=0), rows=rows, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-    at_least_one(num_requests=num_requests, routing=len(routing), requests_per_s=len(requests_per_s))
+    at_least_one(replicas=min(replicas), rows=rows, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    at_least_one(num_requests=num_requests)
     check_known("routing", routing, ROUTES)
     for name, value, least in (("requests-per-s", min(requests_per_s), 0), ("turns", turns, 1)):
         if not value >= least or value == 0:

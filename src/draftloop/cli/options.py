@@ -40,12 +40,14 @@ def _list_of(kind: type, what: str) -> Parameter:
 
     def convert(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
         texts = [text for token in tokens for text in token.value.split(",") if text]
+        if not texts:
+            raise ValueError(f"give {what}")
         try:
             return tuple(map(kind, texts))
         except ValueError:
             raise ValueError(f"{','.join(texts)!r} are not {what}") from None
 
-    return Parameter(converter=convert, consume_multiple=True, n_tokens=1, negative="")
+    return Parameter(converter=convert, consume_multiple=1, n_tokens=1, negative="")
 
 
 FLAG = Annotated[bool, Parameter(negative="", show_default=False)]
@@ -53,7 +55,7 @@ LORA = Annotated[str | None, Parameter(help="The adapter that answers: one of --
 PROMPT = Parameter(name=["--prompt", "-p"], negative="", show_default=False, allow_leading_hyphen=True)
 NUMBERS = _list_of(int, "whole numbers, such as 1,8,32")
 DECIMALS = _list_of(float, "numbers, such as 0,1")
-NAMES = _list_of(str, "names")
+NAMES = _list_of(str, "at least one name")
 RESULTS = Path("bench")
 """Where measurements are written unless the user says otherwise: below the folder that the command runs in."""
 
@@ -62,6 +64,7 @@ RESULTS = Path("bench")
 _SHORT_NAMES = {
     "tensor_parallel_size": ["--tensor-parallel-size", "-tp"],
     "data_parallel_size": ["--data-parallel-size", "-dp"],
+    "pipeline_parallel_size": ["--pipeline-parallel-size", "-pp"],
 }
 
 

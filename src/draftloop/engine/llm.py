@@ -120,8 +120,10 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several; messages are `{"role": .., "content": ..}`."""
-        many = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        """Answer one conversation, or several; messages are `{"role": .., "content": ..}`. `options` are those of
+        `generate`. Raises RequestError for messages that the model's chat template cannot take."""
+        is_one = isinstance(messages, str | Mapping) or (messages and isinstance(messages[0], Mapping))
+        many = [messages] if is_one else messages
         return self.generate([self._render(one) for one in many], sampling_params, **options)  # type: ignore[arg-type]
 
     def stream(
@@ -240,7 +242,12 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             raise RequestError(f"{self.config.model!r} has no chat template; use generate with a plain prompt")
-        text = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, tokenize=False)
+        if isinstance(messages, str | Mapping) or not messages or not all(isinstance(one, Mapping) for one in messages):
+            raise RequestError(f"messages are {messages!r}; they must be a list of {{'role': .., 'content': ..}}")
+        try:
+            text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is the model's own program
+            raise RequestError(f"messages do not fit the chat template: {error}") from error
         return tokenizer.encode(text, add_special_tokens=False)
 
     # ---- facts ------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ class TrainOptions:
     """Train this many times over the recording, where neither steps nor minutes are given."""
     row_tokens: int = 1024
     """Tokens of a row into which documents are packed, and so the longest document."""
-    batch_tokens: int = 32_768
-    """Tokens of a step, all processes together."""
+    batch_tokens: int | None = None
+    """Tokens of a step, all processes together; left out, 32768 on a GPU and 4096 on a CPU."""
     accumulate: int = 1
     """Parts that a step is computed in, to save memory."""
     learning_rate: float = 1e-3
@@ -73,8 +73,9 @@ class TrainOptions:
     """AdamW's weight decay."""
     clip: float = 1.0
     """Largest norm of the gradient."""
-    held_out_tokens: int = 131_072
-    """Tokens of documents that are not trained on, for measuring acceptance; greedy ones if there are any."""
+    held_out_tokens: int | None = None
+    """Tokens of documents that are not trained on, for measuring acceptance; greedy ones if there are any. Left out,
+    131072, or a tenth of all where that is less."""
     evaluate_every: int = 200
     """Steps between measurements."""
     checkpoint_every: int = 200

@@ -17,6 +17,8 @@ from torch import Tensor
 from draftloop.errors import ConfigError
 from draftloop.train.recording import Documents
 
+HELD_OUT_TOKENS = 131_072
+"""Held out at most, unless more is asked for."""
 OPENING_TOKENS = 64
 """Documents that agree so far are taken for the same."""
 OPEN_ROWS = 64
@@ -55,7 +57,7 @@ class PackedRows:
         return PackedRows(**tensors, documents=self.documents)
 
 
-def split(documents: Documents, held_out_tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split(documents: Documents, held_out_tokens: int | None, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of the documents to train on, and of those to measure with: greedy ones, if there are enough.
 
     A target invents some prompts again and again. What begins as a document does that is measured with is not
@@ -64,6 +66,8 @@ def split(documents: Documents, held_out_tokens: int, seed: int) -> tuple[np.nda
     Raises ConfigError where more is held out than a fifth of what there is.
     """
     total = int(documents.lengths.sum())
+    if held_out_tokens is None:
+        held_out_tokens = min(HELD_OUT_TOKENS, total // 10)
     if held_out_tokens * 5 > total:
         raise ConfigError(
             f"--held-out-tokens is {held_out_tokens}, but there are {total} tokens, of which a fifth may be held out; "

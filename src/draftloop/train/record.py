@@ -20,8 +20,9 @@ from draftloop.train.recording import Document, Recording, repetition_starts
 
 logger = logging.getLogger(__name__)
 
-ROUNDS = 8
-"""Requests of a shard for every row: with few, rows wait for the longest answers; with many, a kill loses much."""
+ROUNDS, CPU_ROUNDS = 8, 1
+"""Requests of a shard for every row: with few, rows wait for the longest answers; with many, a kill loses much, and
+nothing is said for long."""
 INVENTED_TOKENS = 128
 """A prompt that is not finished by then is dropped."""
 ANSWER_TEMPERATURES = (0.5, 1.0)
@@ -31,7 +32,7 @@ OPENED_SHARE = 0.8
 """Share of the invented prompts that begin with a given opening."""
 
 
-def record(options: TrainOptions, recording: Recording, *, rounds: int = ROUNDS) -> None:
+def record(options: TrainOptions, recording: Recording, *, rounds: int | None = None) -> None:
     """Add to a recording until it holds `record_tokens`; where it does already, nothing is started.
 
     A recording that was interrupted goes on: shards are numbered, and no number's random draws come twice.
@@ -45,9 +46,10 @@ def record(options: TrainOptions, recording: Recording, *, rounds: int = ROUNDS)
         return
     llm = LLM(options.target, **_engine_settings(options))
     try:
-        if llm.engine.resolved.device != "cpu" and options.max_num_seqs is None:
+        on_cpu = llm.engine.resolved.device == "cpu"
+        if not on_cpu and options.max_num_seqs is None:
             logger.info("%d answers at a time", llm.engine.resolved.max_num_seqs)
-        _Recorder(options, recording, llm, rounds).run(have)
+        _Recorder(options, recording, llm, rounds or (CPU_ROUNDS if on_cpu else ROUNDS)).run(have)
     finally:
         llm.close()
 
@@ -107,7 +109,8 @@ class _Recorder:
         options, started = self.options, time.monotonic()
         # what an answer has turned out to hold decides how many a shard asks for
         mean = float(options.answer_tokens)
-        most = rows = self.llm.engine.resolved.max_num_seqs  # a short first shard tells how quick the target is
+        rows = self.llm.engine.resolved.max_num_seqs
+        most = least = max(rows // 4, 1)  # a short first shard tells how quick the target is
         with progress_bar(total=options.record_tokens, initial=have, description="Recording", unit="token") as bar:
             while have < options.record_tokens:
                 began = time.monotonic()
@@ -127,7 +130,7 @@ class _Recorder:
                 most = self.rounds * rows
                 if options.record_minutes is not None:
                     left_s = started + options.record_minutes * 60 - now
-                    most = min(most, max(round(left_s * count / (now - began)), rows))
+                    most = min(most, max(round(left_s * count / (now - began)), least))
                 self._warn_if_long(options.record_tokens - have, made / (now - began))
                 # another shard would end later than this one ends too early
                 if (

@@ -89,7 +89,8 @@ def _run(options: TrainOptions, method_options: Any, world: World) -> Path:
     )
     method = method_class(options.method)(method_options, subject)
     chosen, held_out = split(documents, options.held_out_tokens, options.seed)
-    rows_per_step = options.batch_tokens // options.row_tokens
+    batch_tokens = _batch_tokens(options, device)
+    rows_per_step = batch_tokens // options.row_tokens
     if rows_per_step % (world.size * options.accumulate):
         raise ConfigError(
             f"a step has {rows_per_step} rows, which {world.size} processes in {options.accumulate} parts cannot share "
@@ -113,7 +114,7 @@ def _run(options: TrainOptions, method_options: Any, world: World) -> Path:
             len(chosen),
             documents.lengths[chosen].sum() / 1e6,
             packer.steps_per_epoch,
-            options.batch_tokens,
+            batch_tokens,
         )
     trainer = Trainer(
         options,
@@ -128,7 +129,7 @@ def _run(options: TrainOptions, method_options: Any, world: World) -> Path:
             "method": method.name,
             "target": revision,
             "seed": options.seed,
-            "batch_tokens": options.batch_tokens,
+            "batch_tokens": batch_tokens,
             "options": {name: repr(value) for name, value in dataclasses.asdict(method_options).items()},
         },
         device=device,
@@ -196,3 +197,10 @@ def _dtype(options: TrainOptions) -> torch.dtype:
     if options.dtype != "auto":
         return getattr(torch, options.dtype)
     return torch.bfloat16 if _uses_gpu(options) else torch.float32
+
+
+def _batch_tokens(options: TrainOptions, device: torch.device) -> int:
+    if options.batch_tokens is not None:
+        return options.batch_tokens
+    rows = options.row_tokens * options.accumulate
+    return max((32_768 if device.type == "cuda" else 4_096) // rows, 1) * rows
