@@ -17,7 +17,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-constexpr int THREADS = TOKENS > 8 ? 384 : 288, STACK_BYTES = 32 << 10;
+constexpr int THREADS = 384, STACK_BYTES = 32 << 10;
 constexpr int SHARED = SCRATCH_BYTES + SLOTS * SLOT_BYTES + SHARED_BYTES;
 
 struct float2 { float x, y; };
@@ -69,6 +69,7 @@ static void __trap() { abort(); }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+using std::max;
 using std::min;
 static float __uint_as_float(unsigned bits)
 {
@@ -82,7 +83,8 @@ static unsigned bits_of(float value)
     memcpy(&bits, &value, 4);
     return bits;
 }
-template <class T> static T __ldcg(const T* p) { return *p; }
+#define __float_as_uint bits_of
+static void __threadfence() {}
 static float quick_exp(float x) { return expf(x); }
 #define __expf quick_exp
 static float rsqrtf(float x) { return 1 / sqrtf(x); }

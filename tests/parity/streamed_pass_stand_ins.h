@@ -6,11 +6,16 @@ static void threads_meet(int threads) { meet(here().some, threads); }
 static u32 nearest(float value)
 {
     const u32 bits = bits_of(value);
+    if (value != value) return 0x7fff;
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 static u32 rounded(float first, float second) { return nearest(first) | nearest(second) << 16; }
 static float power_of_two(float x) { return exp2f(x); }
-static u64 nanoseconds() { return 0; }
+static u64 ticks()
+{
+    give_way();
+    return 0;
+}
 
 static void settle(Barrier& barrier)
 {
@@ -69,7 +74,11 @@ static void copy_to_all(u32 to, const TensorMap& map, int column, int row, u32 a
 static void let_proxies_agree() {}
 
 static float load_float(const float* p) { return *p; }
-static void load_two(u32 (&x)[2], const u32* p) { x[0] = p[0], x[1] = p[1]; }
+static void load(u32& x, const u32* p) { x = *p; }
+static void load(u32 (&x)[2], const u32* p) { x[0] = p[0], x[1] = p[1]; }
+static void load(uint4& x, const uint4* p) { x = *p; }
+static void store(u32* p, u32 x) { *p = x; }
+static void store(u32* p, u32 first, u32 second) { p[0] = first, p[1] = second; }
 static uint4 load_four(const uint4* p) { return *p; }
 static void copy_later(u32* to, const u32* from) { *to = *from; }
 static void copy_later(uint4* to, const uint4* from, bool zeros) { *to = zeros ? uint4{} : *from; }

@@ -10,6 +10,7 @@ of q, k and v, P pages, S tokens per page, G key/value heads, D head size, X pos
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from draftloop.kernels.streamed_plan import (
     FEW,
     MAX_QUERIES,
     MAX_SPLITS,
+    SETS,
     Plan,
     Shape,
     definitions,
@@ -90,13 +92,14 @@ class KernelPass(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("layers", "embedded", "residuals", "out")),
-        *((name, ctypes.c_void_p) for name in ("qkv", "hidden", "attended", "inner", "squares")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "qkv", "attended", "inner", "squares")),
         *((name, ctypes.c_void_p) for name in ("partial_results", "partial_sums", "row_counters", "counter")),
         *((name, ctypes.c_void_p) for name in (*PassBatch._fields, "cos_sin")),
         *((name, ctypes.c_int) for name in ("num_rows", "table_width", "num_splits")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("num_layers", "num_tokens")),
         ("eps", ctypes.c_float),
+        ("set_words", ctypes.c_int),
     ]
 
 
@@ -104,20 +107,24 @@ class Scratch:
     """What blocks hand on to each other. One pass at a time uses it."""
 
     def __init__(self, shape: Shape, plan: Plan, device: torch.device) -> None:
-        def make(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.zeros(sizes, dtype=dtype, device=device)
-
-        self.tensors = {
-            "qkv": make(plan.tokens, shape.qkv),
-            "hidden": make(plan.tokens, shape.hidden),
-            "attended": make(plan.tokens, shape.query),
-            "inner": make(plan.tokens, shape.inner),
-            "squares": make(2, plan.tokens, shape.hidden // 8, dtype=torch.float32),
-            "partial_results": make(plan.num_blocks, MAX_QUERIES, shape.head_dim, dtype=torch.float32),
-            "partial_sums": make(plan.num_blocks, MAX_QUERIES, 2, dtype=torch.float32),
-            "row_counters": make(plan.num_blocks, dtype=torch.int64),
-            "counter": make(1, dtype=torch.int64),
+        few = plan.tokens == FEW
+        sizes = {
+            "hidden": ((1 + few) * plan.tokens, shape.hidden),
+            "qkv": (plan.tokens, shape.qkv),
+            "attended": (plan.tokens, shape.query),
+            "inner": (plan.tokens, shape.inner),
+            "squares": (2, plan.tokens, shape.hidden // 8, 2),
+            "partial_sums": (plan.num_blocks, MAX_QUERIES, 2, 2),
+            "partial_results": (plan.num_blocks, MAX_QUERIES, shape.head_dim, 2),
         }
+        parts = {name: math.prod(size) for name, size in sizes.items()}
+        assert all(count % 8 == 0 for count in parts.values()), "the kernel writes 16 bytes at once"
+        sets_SN = torch.zeros(SETS if few else 1, sum(parts.values()), dtype=torch.bfloat16, device=device)
+        first = sets_SN[0].split(list(parts.values()))
+        self.set_words = sets_SN.shape[1] // 2
+        self.tensors = {name: part.view(size) for (name, size), part in zip(sizes.items(), first, strict=True)}
+        self.tensors["row_counters"] = torch.zeros(plan.num_blocks, dtype=torch.int64, device=device)
+        self.tensors["counter"] = torch.zeros(1, dtype=torch.int64, device=device)
 
     def multiplied(self) -> list[Tensor]:
         """By each matrix, in the order of layers.cuh."""
@@ -147,6 +154,7 @@ def fill_in(
         num_layers=len(weights.layers),
         num_tokens=embedded_TC.shape[0],
         eps=weights.eps,
+        set_words=scratch.set_words,
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
     )
 

@@ -17,6 +17,8 @@ FEW, WIDTHS = 8, (8, 16, 32, 48, 64)
 MAX_TOKENS, MAX_ROW_TOKENS, MAX_QUERIES = WIDTHS[-1], 8, 32
 """Of a pass; of a row, and times query heads that share a key/value head."""
 MAX_SPLITS = 16
+SETS = 4
+"""Of what blocks of few tokens hand on: layers take turns with them."""
 SLOT_BYTES = 32 << 10
 TILE_BYTES = 8 * 64 * 2
 """Of 8 rows of weights and 64 columns."""
@@ -128,7 +130,7 @@ def width_of(num_tokens: int) -> int:
 
 def _room(width: int) -> Room:
     if width == FEW:
-        return Room(288, 5, 32 << 10, 34 << 10, max_sums=16, max_hidden_tiles=16)
+        return Room(384, 5, 32 << 10, 34 << 10, max_sums=16, max_hidden_tiles=16)
     return Room(384, 4, 72 << 10, 26 << 10, max_sums=28, max_hidden_tiles=8)
 
 

@@ -41,9 +41,9 @@ struct Batch {  // as attention.base.AttentionBatch
 };
 
 struct Partials {
-    float* results;  // [blocks, QUERIES, HEAD_DIM]: splits of an item are blocks side by side
-    float2* sums;    // [blocks, QUERIES]: the highest score, and the total weight
-    u64* counters;   // [items]
+    u32* results;   // [blocks, QUERIES, HEAD_DIM]: splits of an item are blocks side by side
+    u32* sums;      // [blocks, QUERIES, 2]: the highest score, and the total weight
+    u64* counters;  // [items]
 };
 
 struct Share {  // a block's, of attention in each layer
@@ -127,6 +127,8 @@ __device__ __forceinline__ void rotate(uint4& first, uint4& second, const float*
     }
 }
 
+__device__ __forceinline__ bool is_there(const uint4& x) { return max(max(x.x, x.y), max(x.z, x.w)) != EMPTY; }
+
 // This pass's queries; for the split that begins with them, its keys and values, which go to the cache too.
 __device__ __forceinline__ void take_in(AttentionMemory& memory, uint4* values, const uint4* qkv, const Share& share,
                                         const float (&angles)[ROW_TOKENS][HEAD_DIM], const Batch& batch,
@@ -144,7 +146,7 @@ __device__ __forceinline__ void take_in(AttentionMemory& memory, uint4* values, 
         uint4 first = make_uint4(0, 0, 0, 0), second = first;
         if (token < num_tokens) {
             const uint4* from = qkv + ((share.start + token) * ALL_HEADS + head) * CHUNKS + chunk;
-            first = load_four(from), second = load_four(from + HALF);
+            look_until([&] { return load(first, from), load(second, from + HALF), is_there(first) && is_there(second); });
             if (!is_value) rotate(first, second, angles[token] + chunk * 8, angles[token] + HEAD_DIM / 2 + chunk * 8);
         }
         uint4* to = is_query ? memory.queries : is_value ? values : memory.new_keys;
@@ -273,17 +275,17 @@ __device__ __forceinline__ void attend(AttentionMemory& memory, Keys& keys, uint
             for (int slot = 0; slot < WARPS && first + slot < share.end; slot++) fold(folded, memory, values, slot, me);
     }
     if (me.warp >= HEAD_DIM / 16) return;
-    float* results = partials.results + blockIdx.x * QUERIES * HEAD_DIM + me.warp * 16 + me.token;
+    u32* results = partials.results + blockIdx.x * QUERIES * HEAD_DIM + me.warp * 16 + me.token;
     #pragma unroll
     for (int group = 0; group < QUERY_TILES; group++)
         #pragma unroll
         for (int which = 0; which < 2; which++) {
             const int query = group * 8 + 2 * me.pair + which;
-            results[query * HEAD_DIM] = folded.results[group][which];
-            results[query * HEAD_DIM + 8] = folded.results[group][2 + which];
+            store(results + query * HEAD_DIM, __float_as_uint(folded.results[group][which]));
+            store(results + query * HEAD_DIM + 8, __float_as_uint(folded.results[group][2 + which]));
             if (me.warp == 0 && me.token == 0)
-                partials.sums[blockIdx.x * QUERIES + query] =
-                    make_float2(folded.peaks[group][which], folded.totals[group][which]);
+                store(partials.sums + (blockIdx.x * QUERIES + query) * 2, __float_as_uint(folded.peaks[group][which]),
+                      __float_as_uint(folded.totals[group][which]));
         }
 }
 
@@ -295,28 +297,46 @@ __device__ __forceinline__ void combine(u32* attended, const Share& share, int n
     const int begin = share.split * each, end = min(begin + each, all);
     for (int i = begin + threadIdx.x; i < end; i += CONSUMERS) {
         const int query = i / PAIRS, pair = i % PAIRS;
-        float2 sums[MAX_SPLITS], results[MAX_SPLITS];
+        const int at = share.item * num_splits * QUERIES + query;
+        const u32 *from_sums = partials.sums + at * 2, *from_results = partials.results + at * HEAD_DIM + pair * 2;
+        u32 sums[MAX_SPLITS][2], results[MAX_SPLITS][2];
         #pragma unroll
         for (int split = 0; split < MAX_SPLITS; split++) {
-            sums[split] = make_float2(lowest(), 0), results[split] = make_float2(0, 0);
-            if (split >= num_splits) continue;
-            const int at = (share.item * num_splits + split) * QUERIES + query;
-            sums[split] = __ldcg(partials.sums + at);
-            results[split] = __ldcg((const float2*)partials.results + (long long)at * PAIRS + pair);
+            sums[split][0] = __float_as_uint(lowest()), sums[split][1] = 0;
+            results[split][0] = results[split][1] = 0;
         }
+        look_until([&] {
+            #pragma unroll
+            for (int split = 0; split < MAX_SPLITS; split++)
+                if (split < num_splits) {
+                    load(sums[split], from_sums + split * QUERIES * 2);
+                    load(results[split], from_results + split * QUERIES * HEAD_DIM);
+                }
+            return are_there(sums) && are_there(results);
+        });
         float peak = lowest(), total = 0, first = 0, second = 0;
         #pragma unroll
-        for (int split = 0; split < MAX_SPLITS; split++) peak = fmaxf(peak, sums[split].x);
+        for (int split = 0; split < MAX_SPLITS; split++) peak = fmaxf(peak, __uint_as_float(sums[split][0]));
         const float shift = peak == lowest() ? 0 : peak;
         #pragma unroll
         for (int split = 0; split < MAX_SPLITS; split++) {
-            const float weight = power_of_two(sums[split].x - shift);
-            total += weight * sums[split].y;
-            first += weight * results[split].x, second += weight * results[split].y;
+            const float weight = power_of_two(__uint_as_float(sums[split][0]) - shift);
+            total += weight * __uint_as_float(sums[split][1]);
+            first += weight * __uint_as_float(results[split][0]), second += weight * __uint_as_float(results[split][1]);
         }
         const float scale = total == 0 ? 0 : 1 / total;  // padding attends to nothing
         const int column = (share.kv_head * GROUP + query % GROUP) * HEAD_DIM + 2 * pair;
-        handed_on<HEADS * HEAD_DIM>(attended, column, share.start + query / GROUP) =
-            rounded(first * scale, second * scale);
+        store(&handed_on<HEADS * HEAD_DIM>(attended, column, share.start + query / GROUP),
+              rounded(first * scale, second * scale));
     }
+}
+
+// Nothing, for tokens behind those of the last row.
+__device__ __forceinline__ void attend_to_nothing(u32* attended, const Share& share, const Batch& batch, int num_tokens)
+{
+    if (share.item / KV_HEADS < batch.num_rows - 1 || share.split) return;
+    constexpr int PAIRS = GROUP * HEAD_DIM / 2;
+    const int first = batch.query_starts[batch.num_rows];
+    for (int i = threadIdx.x; i < (num_tokens - first) * PAIRS; i += CONSUMERS)
+        store(&handed_on<HEADS * HEAD_DIM>(attended, share.kv_head * GROUP * HEAD_DIM + i % PAIRS * 2, first + i / PAIRS), 0);
 }

@@ -16,10 +16,10 @@ __device__ __forceinline__ unsigned char* shared_memory()
     return memory;
 }
 __device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ u64 nanoseconds()
+__device__ __forceinline__ u64 ticks()  // of the multiprocessor's clock
 {
     u64 now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    asm volatile("mov.u64 %0, %clock64;" : "=l"(now));
     return now;
 }
 __device__ __forceinline__ u32 rounded(float first, float second)
@@ -124,16 +124,35 @@ __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap& map, int co
 // consistency model: causality order). Of shared and of global memory.
 __device__ __forceinline__ void let_proxies_agree() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// What blocks hand on to each other, word by word: no order among words is asked for.
+__device__ __forceinline__ void load(u32& x, const u32* p)
+{
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
+}
+__device__ __forceinline__ void load(u32 (&x)[2], const u32* p)
+{
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(p));
+}
+__device__ __forceinline__ void load(uint4& x, const uint4* p)
+{
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+}
+__device__ __forceinline__ void store(u32* p, u32 x)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x));
+}
+__device__ __forceinline__ void store(u32* p, u32 first, u32 second)
+{
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(first), "r"(second));
+}
+
 // What other multiprocessors have written: L1 must not answer.
 __device__ __forceinline__ float load_float(const float* p)
 {
     float x;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p));
     return x;
-}
-__device__ __forceinline__ void load_two(u32 (&x)[2], const u32* p)
-{
-    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(p));
 }
 __device__ __forceinline__ uint4 load_four(const uint4* p)
 {

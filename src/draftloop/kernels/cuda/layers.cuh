@@ -24,15 +24,17 @@ struct Pass {
     const u32* embedded;  // [num_tokens, HIDDEN]
     u32* residuals;       // [num_layers, num_tokens, HIDDEN], behind each layer
     u32* out;             // [num_tokens, HIDDEN], normed
-    // which blocks hand on
+    // what blocks hand on: of few tokens the first of the sets of streamed_pass.cu
+    u32* hidden;          // [TOKENS, HIDDEN], in the order of `handed_on`; of few tokens for each of a layer's two norms
     u32 *qkv;             // [TOKENS, QKV]
-    u32 *hidden, *attended, *inner;  // [TOKENS, size], in the order of `handed_on`
+    u32 *attended, *inner;  // [TOKENS, size], in the order of `handed_on`
     float* squares;       // [2, HIDDEN_BLOCKS, TOKENS] of few tokens, [2, TOKENS, HIDDEN_BLOCKS] of many
     Partials partials;
     u64* counter;
     Batch batch;
     int num_layers, num_tokens;
     float eps;
+    int set_words;        // from one set to the next
 };
 
 __device__ __forceinline__ void fetch_all(Ring ring, const Pass& pass)

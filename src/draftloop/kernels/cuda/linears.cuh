@@ -13,14 +13,14 @@
 
 constexpr int WARPS = 8, CONSUMERS = WARPS * 32;
 constexpr int TILE = 1024;  // bytes of 8 rows x 64 columns
-constexpr u64 PATIENCE_NS = 4000000000ull;
+constexpr u64 PATIENCE_TICKS = 8000000000ull;  // some seconds
 
 struct Thread {
     int num_tokens, warp, lane;
     int token, pair;              // of a product with 8 tokens it holds one, columns 2 * pair and the next
     u32 offset;                   // of the row that it gives ldmatrix, swizzled as the copy engine does
     u32 never;                    // 0, which the compiler does not know
-    bool is_live;                 // whether its token is one
+    bool is_live, are_few;        // whether its token is one; whether there are at most two
 };
 
 __device__ __forceinline__ Thread this_thread(int num_tokens)
@@ -28,13 +28,43 @@ __device__ __forceinline__ Thread this_thread(int num_tokens)
     Thread me;
     me.num_tokens = num_tokens, me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32;
     me.token = me.lane / 4, me.pair = me.lane % 4;
-    me.is_live = me.token < num_tokens, me.never = num_tokens > TOKENS ? ~0u : 0;
+    me.is_live = me.token < num_tokens, me.are_few = num_tokens <= 2, me.never = num_tokens > TOKENS ? ~0u : 0;
     const int matrix = me.lane / 8, line = me.lane % 8;  // of four: columns 0 and 8 of a tile, then of the next tile
     me.offset = matrix / 2 * TILE + line * 128 + ((me.warp % 4 * 2 + matrix % 2) ^ line) * 16;
     return me;
 }
 
 __device__ __forceinline__ void consumers_meet() { threads_meet(CONSUMERS); }
+
+// Its code stands in the kernel once for each place that looks: instructions have to come from memory too.
+template <class Look> __device__ __forceinline__ void look_until(Look is_there)
+{
+    u64 start = 0;
+    while (!is_there()) {
+        const u64 now = ticks();
+        if (!start) start = now;
+        if (now - start > PATIENCE_TICKS) __trap();  // an error, not a hang
+    }
+}
+
+// What blocks of few tokens hand on says itself that it is there: before, its words are EMPTY, which no sum is and no pair
+// of rounded numbers. Whoever needs it looks until it is there, so nothing waits for more than its own inputs. Of many
+// tokens it is there when blocks have met.
+constexpr u32 EMPTY = ~0u;
+template <int N> __device__ __forceinline__ bool are_there(const u32 (&words)[N])
+{
+    u32 largest = 0;
+    #pragma unroll
+    for (int i = 0; i < N; i++) largest = max(largest, words[i]);
+    return largest != EMPTY;
+}
+template <int N> __device__ __forceinline__ bool are_there(const u32 (&pairs)[N][2])
+{
+    u32 largest = 0;
+    #pragma unroll
+    for (int i = 0; i < N; i++) largest = max(largest, max(pairs[i][0], pairs[i][1]));
+    return largest != EMPTY;
+}
 
 // What a block wrote before it arrived is seen by all that have waited. Each meeting adds `size` to the counter, so
 // where it stood before the first of a launch, which no block has passed without this one, is the last multiple.
@@ -67,18 +97,13 @@ struct Meeting {
     }
     __device__ void see() const
     {
-        const u64 start = nanoseconds();
-        while (acquired(counter) < target)
-            if (nanoseconds() - start > PATIENCE_NS) __trap();  // an error, not a hang
+        look_until([&] { return acquired(counter) >= target; });
     }
 };
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity)
 {
-    if (is_past(barrier, parity)) return;
-    const u64 start = nanoseconds();
-    while (!is_past(barrier, parity))
-        if (nanoseconds() - start > PATIENCE_NS) __trap();
+    look_until([&] { return is_past(barrier, parity); });
 }
 
 template <int SLOTS_OF, int BYTES>
@@ -98,6 +123,7 @@ template <int SIZE, int TILES, int CHUNKS, int SECOND = 0>
 __device__ __forceinline__ void fetch(Ring& ring, const TensorMap& map, int row, u64 policy)
 {
     constexpr u32 BYTES = TILES * (SECOND ? 2 : 1) * TILE;
+    #pragma unroll 1
     for (int column = 0; column < SIZE; column += CHUNKS * 64) {
         wait(ring.freed(), ring.parity ^ 1);
         expect(ring.filled(), BYTES * CHUNKS);
@@ -126,26 +152,36 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
     constexpr int AHEAD = MINE < 4 ? 4 : 2;
     static_assert(SIZE % (64 * CHUNKS) == 0 && TILES * TILE * CHUNKS <= SLOT_BYTES, "stages");
     u32 x[AHEAD][MINE][2];  // of the next stages
-    auto load_stage = [&](u32 (&to)[MINE][2], int stage) {
+    auto look = [&](u32 (&to)[MINE][2], int stage) {
         #pragma unroll
-        for (int i = 0; i < MINE; i++) {
-            to[i][0] = to[i][1] = 0;
+        for (int i = 0; i < MINE; i++)
             if (me.is_live && (STEPS % WARPS == 0 || me.warp + i * WARPS < STEPS))
-                load_two(to[i], from + ((stage * STEPS + me.warp + i * WARPS) * 32 + me.lane) * 2);
-        }
+                load(to[i], from + ((stage * STEPS + me.warp + i * WARPS) * 32 + me.lane) * 2);
     };
+    #pragma unroll
+    for (int ahead = 0; ahead < AHEAD; ahead++)
+        #pragma unroll
+        for (int i = 0; i < MINE; i++) x[ahead][i][0] = x[ahead][i][1] = 0;  // of what is no token
     #pragma unroll
     for (int tile = 0; tile < TILES; tile++) sums[tile][0] = sums[tile][1] = sums[tile][2] = sums[tile][3] = 0;
     int stages = STAGES;
     forget(stages);  // else the loop would be unrolled whole
+    look_until([&] {
+        look(x[0], 0);
+        #pragma unroll
+        for (int ahead = 1; ahead < AHEAD && ahead < STAGES; ahead++)
+            if (me.are_few) look(x[ahead], ahead);  // of many tokens that would take bandwidth from weights
+        return are_there(x[0]);
+    });
     #pragma unroll
-    for (int ahead = 0; ahead < AHEAD; ahead++)
-        if (ahead < STAGES) load_stage(x[ahead], ahead);
+    for (int ahead = 1; ahead < AHEAD && ahead < STAGES; ahead++)
+        if (!me.are_few) look(x[ahead], ahead);
     for (int first = 0; first < stages; first += AHEAD) {
         #pragma unroll
         for (int ahead = 0; ahead < AHEAD; ahead++) {
             const int stage = first + ahead;
             if (STAGES % AHEAD && stage >= stages) break;
+            if (!are_there(x[ahead])) look_until([&] { return look(x[ahead], stage), are_there(x[ahead]); });
             wait(ring.filled(), ring.parity);
             __syncwarp();
             u32 seen = 0;
@@ -172,7 +208,7 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
             // the slot is free when its loads have returned, not when they have been issued: arrivals overtake them
             if (me.lane == 0) arrive(ring.freed() + (seen & me.never));
             ring.advance();
-            if (stage + AHEAD < stages) load_stage(x[ahead], stage + AHEAD);
+            if (stage + AHEAD < stages) look(x[ahead], stage + AHEAD);
         }
     }
 }

@@ -1,9 +1,12 @@
 // A pass of at most 8 tokens through all layers of a decoder, in one kernel that never stops reading weights: for each
 // layer norm, q, k and v, attention, output projection, norm, gated MLP. Its twin is a decoder's own pass.
 //
-// Blocks meet at a counter between matrices, while weights go on filling the ring (linears.cuh). A norm's scale
-// multiplies the sums behind it, since its squares are known only when all blocks have met. Keys and values of the
-// cache are asked for before the meeting behind q, k and v, since they do not depend on it.
+// Blocks hand on what they have to all others and go on; weights go on filling the ring while they look for what they
+// need next (linears.cuh). A norm's scale multiplies the sums behind it, since its squares are known only when all blocks
+// have given theirs. Keys and values of the cache are asked for before q, k and v are there.
+//
+// While weights come, whatever else must come from memory takes as long as all that has been asked for before it: 5 us.
+// So a layer's addresses are asked for two layers ahead, and its norms' weights before attention.
 #include "layers.cuh"
 
 struct Shared {
@@ -14,66 +17,119 @@ struct Shared {
     float squares[HIDDEN_TILES][TOKENS];
     u32 residual[HIDDEN_TILES][32];  // this block's columns of the stream
     u32 gain[2][HIDDEN_TILES][32];   // of the norms behind attention and behind the MLP
+    Tensors tensors[4];              // of a layer, the next, and the one behind it, which is on its way
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "streamed_pass.py sets aside too little");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "streamed_plan.py sets aside too little");
+
+// Layers take turns with four sets of what is handed on. A block wipes the set of the layer before when it has handed on
+// its q, k and v: all it multiplied for them is there, so all of the layer before has been read. What it hands on as q, k
+// and v of the next layer comes behind that, and whoever looks at the wiped set again has seen what followed from these.
+constexpr int SETS = 4;
+struct Handed {  // on in a layer
+    u32 *hidden[2], *squares[2];  // in front of attention and of the MLP
+    u32 *qkv, *attended, *inner;
+    Partials partials;
+};
+__device__ __forceinline__ Handed set_of(const Pass& pass, int index)
+{
+    const int offset = index % SETS * pass.set_words;
+    u32* const squares = (u32*)pass.squares + offset;
+    return {{pass.hidden + offset, pass.hidden + offset + TOKENS * HIDDEN / 2},
+            {squares, squares + HIDDEN_BLOCKS * TOKENS},
+            pass.qkv + offset, pass.attended + offset, pass.inner + offset,
+            {pass.partials.results + offset, pass.partials.sums + offset, nullptr}};
+}
+__device__ __forceinline__ void wipe(const Handed& set, int block, int num_blocks)  // its partial results stand last
+{
+    const u32* const end = set.partials.results + gridDim.x * QUERIES * HEAD_DIM;
+    for (u32* at = set.hidden[0] + (block * CONSUMERS + threadIdx.x) * 4; at < end; at += num_blocks * CONSUMERS * 4)
+        *(uint4*)at = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+}
+
+// All blocks. What they wrote before is seen by all behind.
+__device__ __forceinline__ void blocks_meet(u64* counter)
+{
+    Meeting all(counter, gridDim.x);
+    all.meet();
+}
 
 // What the next matrix multiplies, still unscaled, and squares of this block's columns of the residual stream.
 __device__ __forceinline__ void hand_on_tile(int tile, Shared& shared, u32 gain, u32* hidden, const Thread& me)
 {
     const u32 mine = shared.residual[tile][me.lane];
-    handed_on<HIDDEN>(hidden, blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, me.token) = multiplied(mine, gain);
+    if (me.is_live)
+        store(&handed_on<HIDDEN>(hidden, blockIdx.x * HIDDEN_ROWS + tile * 8 + 2 * me.pair, me.token),
+              multiplied(mine, gain));
     const float square = squares_of(mine);
     if (me.pair == 0) shared.squares[tile][me.token] = square;
 }
-__device__ __forceinline__ void hand_on_squares(const Shared& shared, float* squares)
+__device__ __forceinline__ void hand_on_squares(const Shared& shared, u32* squares, const Thread& me)
 {
     consumers_meet();
-    if (threadIdx.x >= TOKENS) return;
+    if (threadIdx.x >= me.num_tokens) return;
     float sum = 0;
     for (int tile = 0; tile < HIDDEN_TILES; tile++) sum += shared.squares[tile][threadIdx.x];
-    squares[blockIdx.x * TOKENS + threadIdx.x] = sum;
+    store(squares + blockIdx.x * TOKENS + threadIdx.x, __float_as_uint(sum));
 }
 
 // Behind o and down.
 __device__ __forceinline__ void add_residual(const float (&sums)[HIDDEN_TILES][4], Shared& shared, float2* scratch,
                                              const u32 (&gain)[HIDDEN_TILES][32], u32* residual, u32* hidden,
-                                             float* squares, const Thread& me)
+                                             u32* squares, const Thread& me)
 {
     add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
         u32& mine = shared.residual[tile][me.lane];
         mine = added(mine, values[0]);
+        hand_on_tile(tile, shared, gain[tile][me.lane], hidden, me);
         if (residual && me.is_live)
             residual[(me.token * HIDDEN + blockIdx.x * HIDDEN_ROWS + tile * 8) / 2 + me.pair] = mine;
-        hand_on_tile(tile, shared, gain[tile][me.lane], hidden, me);
     });
-    hand_on_squares(shared, squares);
+    hand_on_squares(shared, squares, me);
 }
 
 // A norm's scale for each token, by one warp each: asked for before a product, found behind it.
 struct Squares {
-    float parts[(HIDDEN_BLOCKS + 31) / 32];
-    __device__ Squares(const float* squares, const Thread& me)
+    static constexpr int PARTS = (HIDDEN_BLOCKS + 31) / 32;
+    const u32* from;
+    u32 parts[PARTS];
+    __device__ Squares(const u32* squares, const Thread& me) : from(squares + me.lane * TOKENS + me.warp)
     {
         static_assert(TOKENS == WARPS, "a warp for each token");
         #pragma unroll
-        for (int i = 0; i < (HIDDEN_BLOCKS + 31) / 32; i++) {
-            const int block = i * 32 + me.lane;
-            parts[i] = block < HIDDEN_BLOCKS ? load_float(squares + block * TOKENS + me.warp) : 0;
-        }
+        for (int i = 0; i < PARTS; i++) parts[i] = 0;
+        look(me);
+    }
+    __device__ void look(const Thread& me)
+    {
+        #pragma unroll
+        for (int i = 0; i < PARTS; i++)
+            if (i * 32 + me.lane < HIDDEN_BLOCKS && me.warp < me.num_tokens) load(parts[i], from + i * 32 * TOKENS);
     }
     // to be read when the block's warps have met
-    __device__ void find_scale(Shared& shared, float eps, const Thread& me) const
+    __device__ void find_scale(Shared& shared, float eps, const Thread& me)
     {
+        if (!are_there(parts)) look_until([&] { return look(me), are_there(parts); });
+        __syncwarp();
         float sum = 0;
         #pragma unroll
-        for (int i = 0; i < (HIDDEN_BLOCKS + 31) / 32; i++) sum += parts[i];
+        for (int i = 0; i < PARTS; i++) sum += __uint_as_float(parts[i]);
         #pragma unroll
         for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
         if (me.lane == 0) shared.scale[me.warp] = rsqrtf(sum / HIDDEN + eps);
     }
 };
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(const __grid_constant__ Pass pass)
+__device__ __forceinline__ void ask_for_tensors(Shared& shared, const Pass& pass, int index)
+{
+    constexpr int WORDS = sizeof(Tensors) / sizeof(u32);
+    if (index <= pass.num_layers && threadIdx.x < WORDS)
+        copy_later((u32*)&shared.tensors[index % 4] + threadIdx.x, (const u32*)&pass.layers[index].tensors + threadIdx.x);
+}
+
+constexpr int FETCHERS = 4;  // warps, of which one fetches: registers change hands between groups of four
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS * 32, 1)
+streamed_pass(const __grid_constant__ Pass pass)
 {
     unsigned char* memory = shared_memory();
     float2* scratch = (float2*)(memory + SLOTS * SLOT_BYTES);
@@ -89,103 +145,104 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        fetch_all(ring, pass);
+        keep_registers<40>();
+        if (threadIdx.x / 32 == WARPS) fetch_all(ring, pass);
         return;
     }
+    take_registers<232>();
 
     const Thread me = this_thread(pass.num_tokens);
     const int block = blockIdx.x;
     const bool has_hidden = block < HIDDEN_BLOCKS;
-    float* const squares[2] = {pass.squares, pass.squares + HIDDEN_BLOCKS * TOKENS};
     const Share share = share_of(pass.batch, blockIdx.x / pass.batch.num_splits);
     if (share.is_any) take_angles(shared.angles, share.start, share.num_tokens, pass.batch);
-    Meeting all_blocks(pass.counter, gridDim.x);
-    Meeting splits(pass.partials.counters + share.item, MAX_SPLITS);  // of a row; those that it has count for all
-    Tensors layer = pass.layers[0].tensors;
+    ask_for_tensors(shared, pass, 0);
+    ask_for_tensors(shared, pass, 1);
+    for (int set = 0; set < SETS; set++) wipe(set_of(pass, set), block, gridDim.x);
+    await_copies();
+    blocks_meet(pass.counter);
     if (has_hidden) {
+        const Handed first = set_of(pass, 0);
         for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
             const int at = (me.token * HIDDEN + block * HIDDEN_ROWS + tile * 8) / 2 + me.pair;
             shared.residual[tile][me.lane] = me.is_live ? pass.embedded[at] : 0;
-            hand_on_tile(tile, shared, *weights_of(layer.attention_norm, tile, me), pass.hidden, me);
+            hand_on_tile(tile, shared, *weights_of(shared.tensors[0].attention_norm, tile, me), first.hidden[0], me);
         }
-        hand_on_squares(shared, squares[1]);
+        hand_on_squares(shared, first.squares[0], me);
     }
 
     for (int index = 0; index < pass.num_layers; index++) {
-        const Tensors next = pass.layers[index + 1].tensors;
-        all_blocks.meet();
-
+        const Tensors &layer = shared.tensors[index % 4], &next = shared.tensors[(index + 1) % 4];
+        const Handed handed = set_of(pass, index);
         if (block < QKV_BLOCKS) {
-            const Squares of_tokens(squares[1], me);
+            Squares of_tokens(handed.squares[0], me);
             float sums[QKV_TILES][4];
-            multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, pass.hidden, me);
+            multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, handed.hidden[0], me);
             of_tokens.find_scale(shared, pass.eps, me);
             add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
                 const float scale = shared.scale[me.token];
                 if (me.is_live)
-                    pass.qkv[(me.token * QKV + block * QKV_ROWS + tile * 8) / 2 + me.pair] =
-                        rounded(values[0].x * scale, values[0].y * scale);
+                    store(handed.qkv + (me.token * QKV + block * QKV_ROWS + tile * 8) / 2 + me.pair,
+                          rounded(values[0].x * scale, values[0].y * scale));
             });
         }
-        all_blocks.arrive();
+        consumers_meet();  // scratch becomes room for values
+        Keys keys;
+        if (share.is_any) ask_for_tile(keys, values, share, share.begin, layer.keys, layer.values, me);
         if (has_hidden)
             for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
                 copy_later(&shared.gain[0][tile][me.lane], weights_of(layer.mlp_norm, tile, me));
                 copy_later(&shared.gain[1][tile][me.lane], weights_of(next.attention_norm, tile, me));
             }
-        Keys keys;
-        if (share.is_any) ask_for_tile(keys, values, share, share.begin, layer.keys, layer.values, me);
-        all_blocks.wait();
-
+        ask_for_tensors(shared, pass, index + 2);
+        if (index && block < QKV_BLOCKS) wipe(set_of(pass, index - 1), block, QKV_BLOCKS);
         if (share.is_any) {
-            take_in(shared.attention, values, (const uint4*)pass.qkv, share, shared.angles, pass.batch, layer.keys,
+            take_in(shared.attention, values, (const uint4*)handed.qkv, share, shared.angles, pass.batch, layer.keys,
                     layer.values);
             consumers_meet();
-            attend(shared.attention, keys, values, share, pass.batch, pass.partials, layer.keys, layer.values, me);
-            const int num_splits = pass.batch.num_splits;
-            splits.arrive(share.split == num_splits - 1 ? MAX_SPLITS - share.split : 1);
-            splits.wait();
-            combine(pass.attended, share, num_splits, pass.partials);
+            attend(shared.attention, keys, values, share, pass.batch, handed.partials, layer.keys, layer.values, me);
+            combine(handed.attended, share, pass.batch.num_splits, handed.partials);
+            attend_to_nothing(handed.attended, share, pass.batch, pass.num_tokens);
         }
-        all_blocks.meet();
+        await_copies();
+        consumers_meet();
+        if (threadIdx.x == CONSUMERS - 1) __threadfence();  // what was wiped is so for all, before more is handed on
 
         if (has_hidden) {
             float sums[HIDDEN_TILES][4];
-            multiply<QUERY, HIDDEN_TILES, O_CHUNKS>(sums, ring, pass.attended, me);
-            await_copies();  // of gains
-            add_residual(sums, shared, scratch, shared.gain[0], nullptr, pass.hidden, squares[0], me);
+            multiply<QUERY, HIDDEN_TILES, O_CHUNKS>(sums, ring, handed.attended, me);
+            add_residual(sums, shared, scratch, shared.gain[0], nullptr, handed.hidden[1], handed.squares[1], me);
         }
-        all_blocks.meet();
 
         if (block < INNER_BLOCKS) {
-            const Squares of_tokens(squares[0], me);
+            Squares of_tokens(handed.squares[1], me);
             for (int part = 0; part < PASSES; part++) {
                 float sums[2 * PASS_TILES][4];
-                multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, pass.hidden, me);
+                multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, handed.hidden[1], me);
                 if (part == 0) of_tokens.find_scale(shared, pass.eps, me);
                 add_up<2>(sums, scratch, me, [&](int tile, const float2 (&values)[2]) {
                     const int column = block * INNER_ROWS + (part * PASS_TILES + tile) * 8 + 2 * me.pair;
-                    handed_on<INNER>(pass.inner, column, me.token) = gated(values, shared.scale[me.token]);
+                    if (me.is_live)
+                        store(&handed_on<INNER>(handed.inner, column, me.token), gated(values, shared.scale[me.token]));
                 });
             }
         }
-        all_blocks.meet();
 
         if (has_hidden) {
             float sums[HIDDEN_TILES][4];
-            multiply<INNER, HIDDEN_TILES, DOWN_CHUNKS>(sums, ring, pass.inner, me);
+            multiply<INNER, HIDDEN_TILES, DOWN_CHUNKS>(sums, ring, handed.inner, me);
+            const Handed to = set_of(pass, index + 1);
             u32* residual = pass.residuals + (long long)index * pass.num_tokens * (HIDDEN / 2);
-            add_residual(sums, shared, scratch, shared.gain[1], residual, pass.hidden, squares[1], me);
+            add_residual(sums, shared, scratch, shared.gain[1], residual, to.hidden[0], to.squares[0], me);
         }
-        layer = next;
     }
-    all_blocks.meet();
     if (!has_hidden) return;
-    Squares(squares[1], me).find_scale(shared, pass.eps, me);
+    Squares(set_of(pass, pass.num_layers).squares[0], me).find_scale(shared, pass.eps, me);
     consumers_meet();
     const float scale = shared.scale[me.token];
+    const u32* norm = shared.tensors[pass.num_layers % 4].attention_norm;
     for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
-        const u32 mine = shared.residual[tile][me.lane], gain = *weights_of(layer.attention_norm, tile, me);
+        const u32 mine = shared.residual[tile][me.lane], gain = *weights_of(norm, tile, me);
         if (me.is_live)
             pass.out[(me.token * HIDDEN + block * HIDDEN_ROWS + tile * 8) / 2 + me.pair] =
                 rounded(low(mine) * scale * low(gain), high(mine) * scale * high(gain));
