@@ -51,20 +51,24 @@ static u64 read_once() { return 0; }
 static void make_ready(const TensorMap&) {}
 static void copy_in(Block& block, u32 to, const TensorMap& map, int column, int row, u32 at)
 {
-    struct { const unsigned char* values; long rows, columns, box_rows; } matrix;
+    struct { const unsigned char* values; long halves, rows, columns, box_rows, box_chunks; } matrix;
     memcpy(&matrix, &map, sizeof matrix);
-    if (to % 1024 || row + matrix.box_rows > matrix.rows || column + 64 > matrix.columns) abort();
-    for (int line = 0; line < matrix.box_rows; line++)
+    if (to % 1024 || row + matrix.box_rows > matrix.rows || column + 64 * matrix.box_chunks > matrix.columns) abort();
+    const long lines = matrix.box_chunks * matrix.halves * matrix.box_rows;
+    for (long line = 0; line < lines; line++) {
+        const long chunk = line / matrix.box_rows / matrix.halves, half = line / matrix.box_rows % matrix.halves;
+        const long from = half * matrix.rows + row + line % matrix.box_rows;
         for (int part = 0; part < 8; part++)  // swizzled
             memcpy(block.memory + to + line * 128 + (part ^ line % 8) * 16,
-                   matrix.values + ((row + line) * matrix.columns + column + part * 8) * 2, 16);
+                   matrix.values + (from * matrix.columns + column + chunk * 64 + part * 8) * 2, 16);
+    }
     Barrier& barrier = block.barriers.at(at);
-    barrier.bytes -= matrix.box_rows * 128;
+    barrier.bytes -= lines * 128;
     settle(barrier);
 }
-static void copy(u32 to, const TensorMap& map, int column, int row, u32 at, u64)
+static void copy(u32 to, const TensorMap& map, int chunk, int row, u32 at, u64)
 {
-    copy_in(here(), to, map, column, row, at);
+    copy_in(here(), to, map, chunk * 64, row, at);
 }
 static void copy_to_all(u32 to, const TensorMap& map, int column, int row, u32 at, int blocks)
 {

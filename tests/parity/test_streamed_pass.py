@@ -172,8 +172,9 @@ def find_weights(model: DenseDecoder, batch: AttentionBatch) -> PassWeights | No
     )
 
 
-def stand_in_map(matrix: Tensor, rows: int) -> bytes:
-    return b"".join(n.to_bytes(8, "little") for n in (matrix.data_ptr(), *matrix.shape, rows)).ljust(128, b"\0")
+def stand_in_map(matrix_HRC: Tensor, rows: int, chunks: int) -> bytes:
+    numbers = (matrix_HRC.data_ptr(), *matrix_HRC.shape, rows, chunks)
+    return b"".join(n.to_bytes(8, "little") for n in numbers).ljust(128, b"\0")
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -218,9 +219,9 @@ def test_it_computes_the_same_as_fibers_on_the_host(case: Case, tmp_path: Path) 
     assert weights is not None
     scratch, table = Scratch(case.shape, plan, device), b""
     for layer, kv_2PSGD in zip(weights.layers, cache, strict=True):
-        table += b"".join(stand_in_map(matrix, rows) for matrix, rows in boxes(layer, plan))
+        table += b"".join(stand_in_map(*box) for box in boxes(layer, plan))
         table += b"".join(n.to_bytes(8, "little") for n in layer_addresses(layer, kv_2PSGD)).ljust(TENSORS_BYTES, b"\0")
-    table += b"".join(stand_in_map(tensor, plan.tokens) for tensor in scratch.multiplied())
+    table += b"".join(stand_in_map(tensor[None], plan.tokens, 1) for tensor in scratch.multiplied())
     table += weights.final_norm_C.data_ptr().to_bytes(TENSORS_BYTES, "little")
     aligned = torch.zeros(len(table) + 64, dtype=torch.uint8)
     start = -aligned.data_ptr() % 64

@@ -164,13 +164,24 @@ def layer_addresses(layer: LayerWeights, kv_2PSGD: Tensor) -> list[int]:
     return [tensor.data_ptr() for tensor in (layer.attention_norm_C, layer.mlp_norm_C, *kv_2PSGD)]
 
 
-def boxes(layer: LayerWeights, plan: Plan) -> list[tuple[Tensor, int]]:
-    """The matrices of a layer, in the order of layers.cuh, and how many rows are copied at once."""
+class Box(NamedTuple):
+    """What is copied of a matrix at once."""
+
+    matrix_HRC: Tensor
+    """As halves, of which the same rows are copied."""
+    rows: int
+    chunks: int
+    """Of 64 columns."""
+
+
+def boxes(layer: LayerWeights, plan: Plan) -> list[Box]:
+    """Of the matrices of a layer, in the order of layers.cuh."""
+    gate_up_2IC = layer.gate_up_2IC.view(2, -1, layer.gate_up_2IC.shape[1])
     return [
-        (layer.qkv_EC, 8 * plan.qkv_tiles),
-        (layer.o_CQ, 8 * plan.hidden_tiles),
-        (layer.gate_up_2IC, 8 * plan.inner_tiles // plan.passes),
-        (layer.down_CI, 8 * plan.hidden_tiles),
+        Box(layer.qkv_EC[None], 8 * plan.qkv_tiles, plan.qkv_chunks),
+        Box(layer.o_CQ[None], 8 * plan.hidden_tiles, plan.o_chunks),
+        Box(gate_up_2IC, 8 * plan.inner_tiles // plan.passes, plan.gate_up_chunks),
+        Box(layer.down_CI[None], 8 * plan.hidden_tiles, plan.down_chunks),
     ]
 
 
@@ -205,7 +216,7 @@ class _Streamer:
         self._scratch = Scratch(self._shape, plan, self._device)
         # behind the last layer come what matrices multiply, and the model's norm
         for tensor in self._scratch.multiplied():
-            table += _tensor_map(tensor, plan.tokens)
+            table += _tensor_map(tensor, tensor.shape[::-1], tensor.stride()[:-1], (64, plan.tokens))
         table += weights.final_norm_C.data_ptr().to_bytes(TENSORS_BYTES, "little")
         # maps must be aligned to 64 bytes; allocations are to 256
         self._layers = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self._device)
@@ -255,7 +266,7 @@ _streamers: dict[tuple[int, ...], _Streamer] = {}
 
 def _packed_layer(layer: LayerWeights, kv_2PSGD: Tensor, plan: Plan) -> bytes:
     """`Layer` of layers.cuh."""
-    maps = [_tensor_map(matrix, rows) for matrix, rows in boxes(layer, plan)]
+    maps = [_box_map(box) for box in boxes(layer, plan)]
     addresses = b"".join(address.to_bytes(8, "little") for address in layer_addresses(layer, kv_2PSGD))
     return b"".join(maps) + addresses.ljust(TENSORS_BYTES, b"\0")
 
@@ -280,19 +291,25 @@ def _launch_config(plan: Plan, stream: int) -> Any:
     return config
 
 
-def _tensor_map(matrix: Tensor, box_rows: int) -> bytes:
-    """How the copy engine finds boxes of a bf16 matrix: some rows, 64 columns, swizzled by 128 bytes."""
-    (rows, columns), driver = matrix.shape, bindings()
-    small, large = driver.cuuint32_t, driver.cuuint64_t
+def _box_map(box: Box) -> bytes:
+    halves, rows, columns = box.matrix_HRC.shape
+    sizes, strides = (64, rows, halves, columns // 64), (columns, rows * columns, 64)
+    return _tensor_map(box.matrix_HRC, sizes, strides, (64, box.rows, halves, box.chunks))
+
+
+def _tensor_map(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+    """How the copy engine finds boxes of a bf16 tensor, swizzled by 128 bytes. The last dimension comes first, and has
+    no stride."""
+    driver = bindings()
     found = ask(
         "cuTensorMapEncodeTiled",
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        2,
-        matrix.data_ptr(),
-        [large(columns), large(rows)],
-        [large(2 * columns)],
-        [small(64), small(box_rows)],
-        [small(1), small(1)],
+        len(sizes),
+        tensor.data_ptr(),
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(2 * stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,

@@ -106,11 +106,13 @@ __device__ __forceinline__ void make_ready(const TensorMap& map)  // which the h
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(&map) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-__device__ __forceinline__ void copy(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy)
+// A box of a matrix of weights, from a row and a chunk of 64 columns on: chunks one after the other, in each of them the
+// rows, of both halves of a matrix that has two.
+__device__ __forceinline__ void copy(u32 to, const TensorMap& map, int chunk, int row, u32 barrier, u64 policy)
 {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1, {%2, %3}], [%4], %5;"
-                 ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %2, %4}], [%5], %6;"
+                 ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(chunk), "r"(barrier), "l"(policy) : "memory");
 }
 // To the same place in each block of the cluster that has a bit in `blocks`, and counted by each one's barrier.
 __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap& map, int column, int row, u32 barrier, int blocks)

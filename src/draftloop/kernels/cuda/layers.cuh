@@ -53,7 +53,7 @@ __device__ __forceinline__ void fetch_all(Ring ring, const Pass& pass)
             fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(ring, maps[O_MATRIX], block * HIDDEN_ROWS, policy);
         if (block < INNER_BLOCKS)
             for (int row = block * INNER_ROWS; row < (block + 1) * INNER_ROWS; row += PASS_TILES * 8)
-                fetch<HIDDEN, PASS_TILES, GATE_UP_CHUNKS, INNER>(ring, maps[GATE_UP_MATRIX], row, policy);
+                fetch<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(ring, maps[GATE_UP_MATRIX], row, policy);
         if (block < HIDDEN_BLOCKS)
             fetch<INNER, HIDDEN_TILES, DOWN_CHUNKS>(ring, maps[DOWN_MATRIX], block * HIDDEN_ROWS, policy);
     }

@@ -118,21 +118,15 @@ struct RingOf {
 };
 using Ring = RingOf<SLOTS, SLOT_BYTES>;
 
-// The rows of one matrix that this block owns, some columns at a time. SECOND: and as many, so many rows further on.
-template <int SIZE, int TILES, int CHUNKS, int SECOND = 0>
+// The rows of one matrix that this block owns, some columns at a time.
+template <int SIZE, int TILES, int CHUNKS>
 __device__ __forceinline__ void fetch(Ring& ring, const TensorMap& map, int row, u64 policy)
 {
-    constexpr u32 BYTES = TILES * (SECOND ? 2 : 1) * TILE;
     #pragma unroll 1
-    for (int column = 0; column < SIZE; column += CHUNKS * 64) {
+    for (int chunk = 0; chunk < SIZE / 64; chunk += CHUNKS) {
         wait(ring.freed(), ring.parity ^ 1);
-        expect(ring.filled(), BYTES * CHUNKS);
-        #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            const u32 to = ring.at() + chunk * BYTES;
-            copy(to, map, column + chunk * 64, row, ring.filled(), policy);
-            if (SECOND) copy(to + TILES * TILE, map, column + chunk * 64, row + SECOND, ring.filled(), policy);
-        }
+        expect(ring.filled(), TILES * TILE * CHUNKS);
+        copy(ring.at(), map, chunk, row, ring.filled(), policy);
         ring.advance();
     }
 }
