@@ -17,7 +17,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-constexpr int THREADS = 384, STACK_BYTES = 32 << 10;
+constexpr int THREADS = TOKENS > 8 ? 384 : 288, STACK_BYTES = 32 << 10;
 constexpr int SHARED = SCRATCH_BYTES + SLOTS * SLOT_BYTES + SHARED_BYTES;
 
 struct float2 { float x, y; };

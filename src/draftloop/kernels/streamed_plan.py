@@ -130,7 +130,7 @@ def width_of(num_tokens: int) -> int:
 
 def _room(width: int) -> Room:
     if width == FEW:
-        return Room(384, 5, 32 << 10, 34 << 10, max_sums=16, max_hidden_tiles=16)
+        return Room(288, 5, 32 << 10, 34 << 10, max_sums=16, max_hidden_tiles=16)
     return Room(384, 4, 72 << 10, 26 << 10, max_sums=28, max_hidden_tiles=8)
 
 

@@ -126,10 +126,7 @@ __device__ __forceinline__ void ask_for_tensors(Shared& shared, const Pass& pass
         copy_later((u32*)&shared.tensors[index % 4] + threadIdx.x, (const u32*)&pass.layers[index].tensors + threadIdx.x);
 }
 
-constexpr int FETCHERS = 4;  // warps, of which one fetches: registers change hands between groups of four
-
-extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS * 32, 1)
-streamed_pass(const __grid_constant__ Pass pass)
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(const __grid_constant__ Pass pass)
 {
     unsigned char* memory = shared_memory();
     float2* scratch = (float2*)(memory + SLOTS * SLOT_BYTES);
@@ -145,11 +142,9 @@ streamed_pass(const __grid_constant__ Pass pass)
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        keep_registers<40>();
-        if (threadIdx.x / 32 == WARPS) fetch_all(ring, pass);
+        fetch_all(ring, pass);
         return;
     }
-    take_registers<232>();
 
     const Thread me = this_thread(pass.num_tokens);
     const int block = blockIdx.x;
