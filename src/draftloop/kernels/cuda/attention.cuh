@@ -146,7 +146,10 @@ __device__ __forceinline__ void take_in(AttentionMemory& memory, uint4* values, 
         uint4 first = make_uint4(0, 0, 0, 0), second = first;
         if (token < num_tokens) {
             const uint4* from = qkv + ((share.start + token) * ALL_HEADS + head) * CHUNKS + chunk;
-            look_until([&] { return load(first, from), load(second, from + HALF), is_there(first) && is_there(second); });
+            look_until([&] {
+                load(first, from), load(second, from + HALF);
+                return is_there(first) && is_there(second);
+            });
             if (!is_value) rotate(first, second, angles[token] + chunk * 8, angles[token] + HEAD_DIM / 2 + chunk * 8);
         }
         uint4* to = is_query ? memory.queries : is_value ? values : memory.new_keys;
@@ -337,6 +340,8 @@ __device__ __forceinline__ void attend_to_nothing(u32* attended, const Share& sh
     if (share.item / KV_HEADS < batch.num_rows - 1 || share.split) return;
     constexpr int PAIRS = GROUP * HEAD_DIM / 2;
     const int first = batch.query_starts[batch.num_rows];
-    for (int i = threadIdx.x; i < (num_tokens - first) * PAIRS; i += CONSUMERS)
-        store(&handed_on<HEADS * HEAD_DIM>(attended, share.kv_head * GROUP * HEAD_DIM + i % PAIRS * 2, first + i / PAIRS), 0);
+    for (int i = threadIdx.x; i < (num_tokens - first) * PAIRS; i += CONSUMERS) {
+        const int column = share.kv_head * GROUP * HEAD_DIM + i % PAIRS * 2;
+        store(&handed_on<HEADS * HEAD_DIM>(attended, column, first + i / PAIRS), 0);
+    }
 }

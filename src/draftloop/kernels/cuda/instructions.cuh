@@ -106,8 +106,8 @@ __device__ __forceinline__ void make_ready(const TensorMap& map)  // which the h
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(&map) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// A box of a matrix of weights, from a row and a chunk of 64 columns on: chunks one after the other, in each of them the
-// rows, of both halves of a matrix that has two.
+// A box of a matrix of weights, from a row and a chunk of 64 columns on: chunks one after the other, in each of them
+// the rows, of both halves of a matrix that has two.
 __device__ __forceinline__ void copy(u32 to, const TensorMap& map, int chunk, int row, u32 barrier, u64 policy)
 {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "

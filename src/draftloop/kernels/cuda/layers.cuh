@@ -25,7 +25,7 @@ struct Pass {
     u32* residuals;       // [num_layers, num_tokens, HIDDEN], behind each layer
     u32* out;             // [num_tokens, HIDDEN], normed
     // what blocks hand on: of few tokens the first of the sets of streamed_pass.cu
-    u32* hidden;          // [TOKENS, HIDDEN], in the order of `handed_on`; of few tokens for each of a layer's two norms
+    u32* hidden;          // [TOKENS, HIDDEN], in the order of `handed_on`; of few tokens two, one for each norm
     u32 *qkv;             // [TOKENS, QKV]
     u32 *attended, *inner;  // [TOKENS, size], in the order of `handed_on`
     float* squares;       // [2, HIDDEN_BLOCKS, TOKENS] of few tokens, [2, TOKENS, HIDDEN_BLOCKS] of many

@@ -47,9 +47,9 @@ template <class Look> __device__ __forceinline__ void look_until(Look is_there)
     }
 }
 
-// What blocks of few tokens hand on says itself that it is there: before, its words are EMPTY, which no sum is and no pair
-// of rounded numbers. Whoever needs it looks until it is there, so nothing waits for more than its own inputs. Of many
-// tokens it is there when blocks have met.
+// What blocks of few tokens hand on says itself that it is there: before, its words are EMPTY, which no sum is and no
+// pair of rounded numbers. Whoever needs it looks until it is there, so nothing waits for more than its own inputs. Of
+// many tokens it is there when blocks have met.
 constexpr u32 EMPTY = ~0u;
 template <int N> __device__ __forceinline__ bool are_there(const u32 (&words)[N])
 {

@@ -2,8 +2,8 @@
 // layer norm, q, k and v, attention, output projection, norm, gated MLP. Its twin is a decoder's own pass.
 //
 // Blocks hand on what they have to all others and go on; weights go on filling the ring while they look for what they
-// need next (linears.cuh). A norm's scale multiplies the sums behind it, since its squares are known only when all blocks
-// have given theirs. Keys and values of the cache are asked for before q, k and v are there.
+// need next (linears.cuh). A norm's scale multiplies the sums behind it, since its squares are known only when all
+// blocks have given theirs. Keys and values of the cache are asked for before q, k and v are there.
 //
 // While weights come, whatever else must come from memory takes as long as all that has been asked for before it: 5 us.
 // So a layer's addresses are asked for two layers ahead, and its norms' weights before attention.
@@ -21,9 +21,10 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "streamed_plan.py sets aside too little");
 
-// Layers take turns with four sets of what is handed on. A block wipes the set of the layer before when it has handed on
-// its q, k and v: all it multiplied for them is there, so all of the layer before has been read. What it hands on as q, k
-// and v of the next layer comes behind that, and whoever looks at the wiped set again has seen what followed from these.
+// Layers take turns with four sets of what is handed on. A block wipes the set of the layer before when it has handed
+// on its q, k and v: all it multiplied for them is there, so all of the layer before has been read. What it hands on as
+// q, k and v of the next layer comes behind that, and whoever looks at the wiped set again has seen what followed from
+// these.
 constexpr int SETS = 4;
 struct Handed {  // on in a layer
     u32 *hidden[2], *squares[2];  // in front of attention and of the MLP
@@ -123,7 +124,8 @@ __device__ __forceinline__ void ask_for_tensors(Shared& shared, const Pass& pass
 {
     constexpr int WORDS = sizeof(Tensors) / sizeof(u32);
     if (index <= pass.num_layers && threadIdx.x < WORDS)
-        copy_later((u32*)&shared.tensors[index % 4] + threadIdx.x, (const u32*)&pass.layers[index].tensors + threadIdx.x);
+        copy_later((u32*)&shared.tensors[index % 4] + threadIdx.x,
+                   (const u32*)&pass.layers[index].tensors + threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(const __grid_constant__ Pass pass)
