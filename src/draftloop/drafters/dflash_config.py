@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from draftloop.drafters.aux_config import AuxConfig
 from draftloop.drafters.dspark_config import DSparkConfig, read_heads
 from draftloop.drafters.files import Shape
 from draftloop.drafters.kinds import KINDS, check_kind, plain_name
@@ -24,14 +25,10 @@ Method = Literal["dflash", "dspark"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
+class DFlashConfig(AuxConfig):
     """A few decoder layers that fill a block of masks at once, beside keys and values made of the target's states."""
 
     method: Method
-    layout: str
-    """Whose export it is, for messages."""
-    model: ModelConfig
-    """Layers, heads, windows and rotation; `vocab_size` is that of the token ids it is fed."""
     causal_layers: tuple[bool, ...]
     """Per layer: a slot of the block sees no later ones."""
     block_size: int
@@ -40,25 +37,11 @@ class DFlashConfig:
     """Slot j predicts the token after its position, so that the first, the anchor, counts; else the token at it."""
     mask_token_id: int | None
     """What the masks are embedded as; None where the checkpoint has an embedding for them."""
-    target_hidden_size: int
-    draft_vocab_size: int
-    """Rows of the output head."""
-    num_aux: int
-    """Hidden states of the target that it reads per token."""
-    layer_ids: tuple[int, ...] | None = None
-    """Target layers as the checkpoint names them; None: spread evenly."""
     ids_are_outputs: bool = True
-    """`layer_ids` name layers whose outputs are read, not their inputs."""
     num_target_layers: int | None = None
     """Layers of the target that it was made for, where the checkpoint says it."""
     fused_qkv: bool = False
     """The checkpoint has q, k and v in one tensor."""
-    own_embeddings: bool = False
-    """False: the target's."""
-    own_head: bool = False
-    """False: the target's, or the rows of it that `d2t` leads to."""
-    has_map: bool = False
-    """A tensor `d2t` says how far each draft id is from the target's."""
     heads: DSparkConfig | None = None
     """What DSpark adds."""
 
@@ -72,31 +55,8 @@ class DFlashConfig:
         """The first slot of a block that predicts a draft."""
         return 0 if self.samples_from_anchor else 1
 
-    @property
-    def reduced_vocabulary(self) -> bool:
-        return self.draft_vocab_size < self.model.vocab_size
-
-    @property
-    def aux_width(self) -> int:
-        """X: numbers per token that the target hands over."""
-        return self.num_aux * self.target_hidden_size
-
-    def aux_layers(self, num_target_layers: int, offset: int | None = None) -> tuple[int, ...]:
-        """Which target layers' inputs it was trained on. Raises ConfigError for layers that are not there.
-
-        `offset` replaces the rule of what ids mean: it is added to the ids as they stand.
-        """
-        ids, rule = self.layer_ids, int(self.ids_are_outputs)
-        if ids is None:
-            ids, rule = spread_layers(num_target_layers, self.num_aux), 1
-        found = tuple(index + (rule if offset is None else offset) for index in ids)
-        if bad := [index for index in found if not 0 <= index <= num_target_layers]:
-            raise ConfigError(
-                f"the drafter reads what enters target layer {bad[0]}, but the target has {num_target_layers} layers; "
-                "it is probably made for another target"
-                + ("" if offset is None else f", or aux_layer_offset {offset} is wrong")
-            )
-        return found
+    def usual_layers(self, num_target_layers: int) -> tuple[tuple[int, ...], bool]:
+        return spread_layers(num_target_layers, self.num_aux), True
 
     def shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint, by its plain name."""
@@ -160,11 +120,7 @@ def parse(
     drafter = _read(config, shapes, method, name)
     causes = {"fc.weight": fc_cause(drafter.num_aux, drafter.target_hidden_size)}
     check_shapes(drafter.shapes(), shapes, name=name, kind=KINDS[method], causes=causes)
-    if drafter.reduced_vocabulary and not drafter.has_map:
-        raise ConfigError(
-            f"{name!r} has a draft vocabulary of {drafter.draft_vocab_size} of {drafter.model.vocab_size} ids, but no "
-            "tensor d2t that says which; the export is incomplete"
-        )
+    drafter.check_map(name)
     if mask_embedding:
         return replace(drafter, mask_token_id=None), names
     if drafter.mask_token_id is None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from draftloop.drafters.aux_config import AuxConfig
 from draftloop.drafters.files import Shape
 from draftloop.drafters.kinds import KINDS, check_kind, plain_name
 from draftloop.drafters.masks import mask_token
@@ -32,23 +33,10 @@ NUM_DEFAULT_AUX = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(AuxConfig):
     """An EAGLE head: one or a few decoder layers over token embeddings and the target's hidden states."""
 
     method: Method
-    layout: str
-    """Whose export it is, for messages."""
-    model: ModelConfig
-    """Layers, heads and rotation of the head; `vocab_size` is that of the token ids it is fed."""
-    target_hidden_size: int
-    draft_vocab_size: int
-    """Rows of the output head."""
-    num_aux: int = 1
-    """Hidden states of the target that the head reads per token."""
-    layer_ids: tuple[int, ...] | None = None
-    """Target layers as the checkpoint names them; None: by the rule of the reference implementation."""
-    ids_are_outputs: bool = False
-    """`layer_ids` name layers whose outputs are read, not their inputs."""
     wide_layers: tuple[bool, ...]
     """Per layer: attention reads the embedding beside the hidden state, 2C wide."""
     input_norms: tuple[bool, ...]
@@ -63,12 +51,7 @@ class EagleConfig:
     norm_output: bool = False
     """The next step gets the hidden state after the final norm, not before it."""
     final_norm: bool = True
-    own_embeddings: bool = False
-    """False: the target's."""
     own_head: bool = True
-    """False: the target's."""
-    has_map: bool = False
-    """A tensor `d2t` says how far each draft id is from the target's."""
     mask_token_id: int | None = None
     """P-EAGLE: the token that stands for one that is not known yet."""
 
@@ -77,36 +60,15 @@ class EagleConfig:
         """EAGLE-1 and 2: `fc` joins embedding and hidden state in every step; EAGLE-3: it joins the aux states once."""
         return self.method == "eagle"
 
-    @property
-    def reduced_vocabulary(self) -> bool:
-        return self.draft_vocab_size < self.model.vocab_size
-
-    @property
-    def aux_width(self) -> int:
-        """X: numbers per token that the target hands over."""
-        return self.num_aux * self.target_hidden_size
+    def usual_layers(self, num_target_layers: int) -> tuple[tuple[int, ...], bool]:
+        return (2, num_target_layers // 2, num_target_layers - 3), False
 
     def aux_layers(self, num_target_layers: int, offset: int | None = None) -> tuple[int, ...]:
-        """Which target layers' inputs the head was trained on. Raises ConfigError for layers that are not there.
-
-        Engines disagree on what ids in a checkpoint mean, so `offset` replaces the rule: it is added to
-        the ids as they stand.
-        """
-        if self.fuses_embedding:
-            if offset is not None:
-                raise ConfigError("aux_layer_offset moves the layers that EAGLE-3 heads read; EAGLE-1 has none")
-            return (FINAL_HIDDEN,)
-        ids, rule = self.layer_ids, int(self.ids_are_outputs)
-        if ids is None:
-            ids, rule = (2, num_target_layers // 2, num_target_layers - 3), 0
-        found = tuple(index + (rule if offset is None else offset) for index in ids)
-        if bad := [index for index in found if not 0 <= index <= num_target_layers]:
-            raise ConfigError(
-                f"the head reads what enters target layer {bad[0]}, but the target has {num_target_layers} layers; "
-                "it is probably made for another target"
-                + ("" if offset is None else f", or aux_layer_offset {offset} is wrong")
-            )
-        return found
+        if not self.fuses_embedding:
+            return super().aux_layers(num_target_layers, offset)
+        if offset is not None:
+            raise ConfigError("aux_layer_offset moves the layers that EAGLE-3 heads read; EAGLE-1 has none")
+        return (FINAL_HIDDEN,)
 
     def shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint, by its plain name."""
@@ -160,11 +122,7 @@ def parse(
         head = replace(head, mask_token_id=mask_token(config, head.model.vocab_size, name=name))
     causes = {} if head.fuses_embedding else {"fc.weight": fc_cause(head.num_aux, head.target_hidden_size)}
     check_shapes(head.shapes(), shapes, name=name, kind=KINDS[method], causes=causes)
-    if head.reduced_vocabulary and not head.has_map:
-        raise ConfigError(
-            f"{name!r} has a draft vocabulary of {head.draft_vocab_size} of {head.model.vocab_size} ids, but no "
-            "tensor d2t that says which; the export is incomplete"
-        )
+    head.check_map(name)
     return head, names
 
 
@@ -291,14 +249,14 @@ def _preset(target: str, draft_vocab_size: int, max_position_embeddings: int) ->
     )
 
 
-def _parallel(head: EagleConfig, num_layers: int = 4) -> EagleConfig:
-    """The same with the layers of a P-EAGLE head, of which the first alone reads the embedding."""
+def _parallel(head: EagleConfig) -> EagleConfig:
+    """The same with the four layers of a P-EAGLE head, of which the first alone reads the embedding."""
     return replace(
         head,
         method="peagle",
-        model=replace(head.model, num_layers=num_layers),
-        wide_layers=(True, *[False] * (num_layers - 1)),
-        input_norms=(True,) * num_layers,
+        model=replace(head.model, num_layers=4),
+        wide_layers=(True, False, False, False),
+        input_norms=(True,) * 4,
         own_embeddings=True,
         mask_token_id=head.model.vocab_size - 1,
     )
