@@ -7,7 +7,7 @@ all of them run the smallest step that covers every need. That is a maximum, pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -50,8 +50,3 @@ class StepShape:
 
 
 NO_STEP = StepShape()
-
-
-def covering(shapes: Iterable[StepShape]) -> StepShape:
-    """The smallest step that is large enough for each of these."""
-    return StepShape.from_ints([max(values) for values in zip(*(shape.to_ints() for shape in shapes), strict=True)])
