@@ -314,7 +314,7 @@ def argmax_rows(num_tokens: int, device: torch.device) -> list[dict[str, Any]]:
 
 
 @torch.inference_mode()
-def kernel_rows(device: torch.device, backends: Sequence[str] = ("triton",)) -> list[dict[str, Any]]:
+def kernel_rows(device: torch.device, backends: Sequence[str]) -> list[dict[str, Any]]:
     """One row per kernel and shape; times and floors in microseconds. Needs a CUDA device."""
     rows = []
     for num_tokens in (1, 6, 192, 768):
@@ -339,15 +339,28 @@ def main() -> None:
     parser.add_argument(
         "--sweep", nargs="+", help="instead, the fastest tiles of these layers, such as 1b.qkv, at one token"
     )
+    parser.add_argument(
+        "--attention",
+        nargs=3,
+        type=int,
+        metavar=("ROWS", "QUERY", "KEYS"),
+        help="instead, its fastest tiles and splits",
+    )
+    parser.add_argument("--backends", nargs="+", default=["triton"], help="attention backends that are timed")
     args, device = parser.parse_args(), gpu()
     for name, columns, size, residual in LINEAR_CASES if args.sweep else ():
         if name in args.sweep:
             results = sweep_linear(device, columns, size, 1, may_split=residual, limit=24)
             for us, tiles in results[:3]:
                 print(f"({columns}, {size}, {residual}): {us:.2f} us  {tuple(tiles)}", flush=True)
-    if args.sweep:
+    for us, *tiles in sweep_tiles(device, *args.attention)[:5] if args.attention else ():
+        print(f"{us:.2f} us  {tiles}", flush=True)
+    if args.sweep or args.attention:
         return
-    rows = [row for n in (1, 6, 192, 768) for row in small_rows(n, device)] if args.small else kernel_rows(device)
+    if args.small:
+        rows = [row for num_tokens in (1, 6, 192, 768) for row in small_rows(num_tokens, device)]
+    else:
+        rows = kernel_rows(device, args.backends)
     for row in rows:
         print(
             f"{row['kernel']:20} {row['shape']:36} {row['value']:8.2f} us "

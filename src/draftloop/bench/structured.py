@@ -62,9 +62,7 @@ def judge(text: str, schema: dict[str, Any]) -> str:
     return "" if error is None else error.message
 
 
-def measure_structured(
-    llm: LLM, asked: Sequence[SchemaPrompt], *, max_tokens: int, temperature: float, show_progress: bool | None = None
-) -> list[Judged]:
+def measure_structured(llm: LLM, asked: Sequence[SchemaPrompt], *, max_tokens: int, temperature: float) -> list[Judged]:
     """Answer every prompt under its schema's grammar and judge the answers. Seeds are the prompts' numbers."""
     judge("{}", {})  # before any work
     ids = render(llm, [one.prompt for one in asked], max_tokens=max_tokens)
@@ -78,7 +76,7 @@ def measure_structured(
         )
         for seed, one in enumerate(asked)
     ]
-    outputs = llm.generate(ids, params, use_tqdm=show_progress)
+    outputs = llm.generate(ids, params, use_tqdm=None)
     return [_judged(one, output, temperature) for one, output in zip(asked, outputs, strict=True)]
 
 

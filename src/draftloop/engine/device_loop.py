@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from draftloop.distributed.group import ALONE, Group
 from draftloop.graphs.loop import Loop, Watched
 from draftloop.graphs.phase import Phase
-from draftloop.graphs.ring import RING_SLOTS, Ring
+from draftloop.graphs.ring import Ring
 from draftloop.graphs.table import GraphTable
 from draftloop.kvcache.rows import RowState
 from draftloop.observability.log import get_logger
@@ -40,7 +40,6 @@ def make_device_loop(
     max_iterations: int,
     *,
     group: Group = ALONE,
-    num_slots: int = RING_SLOTS,
 ) -> DeviceLoop | None:
     """Before the table is captured, make it repeat these phases. None, and one line in the log, where it cannot."""
     if not max_iterations:
@@ -48,7 +47,7 @@ def make_device_loop(
     why = "they cannot be captured whole"
     if iterations:
         outcome_RW = table.buffers["outcome"]
-        ring = Ring(*outcome_RW.shape, device=outcome_RW.device, num_slots=num_slots)
+        ring = Ring(*outcome_RW.shape, device=outcome_RW.device)
         watched = Watched(
             rows_R=table.buffers["rows"],
             outcome_RW=outcome_RW,

@@ -31,11 +31,9 @@ from draftloop.models.streamed import stream, streamed_weights
 from draftloop.models.weights import Destination
 
 
-def attention_shape(
-    config: ModelConfig, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
-) -> AttentionShape:
+def attention_shape(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> AttentionShape:
     """`attention_shapes` of a model whose layers are all alike. Raises ConfigError for another."""
-    shapes = attention_shapes(config, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype)
+    shapes = attention_shapes(config, page_size=page_size, dtype=dtype)
     if len(shapes) > 1:
         raise ConfigError(
             f"{config.architecture} has layers of {len(shapes)} shapes, which is supported for generating alone; "
