@@ -107,6 +107,14 @@ def _few_threads() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture
+def keeps_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps quantised weights too, as a GPU does."""
+    from draftloop.models import loader
+
+    monkeypatch.setattr(loader, "keeps_quantised", lambda device: True)
+
+
 @pytest.fixture(autouse=True)
 def _log_as_it_was() -> Iterator[None]:
     """A command sends draftloop's log to stderr, past all that listen: not beyond the test that gave it."""

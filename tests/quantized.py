@@ -20,6 +20,8 @@ FP8 = torch.float8_e4m3fn
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 PLAIN = "model.layers.1.mlp.down_proj"
 """A linear layer that every copy leaves alone."""
+Q = "model.layers.0.self_attn.q_proj"
+"""One that none does."""
 
 Written = tuple[dict[str, Tensor], Tensor]
 """Tensors by their last names, and the plain weight [N, K]."""
@@ -207,16 +209,6 @@ def quantised_copy(folder: str, into: Path, name: str) -> tuple[Path, Path]:
         (path / "config.json").write_text(json.dumps(config | more))
         save_file({key: tensor.contiguous() for key, tensor in content.items()}, path / "model.safetensors")
     return quantised, plain
-
-
-def change(folder: Path, **tensors: Tensor | None) -> None:
-    """Replace, add or (None) drop tensors of a model folder."""
-    found = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        found.pop(name, None)
-        if tensor is not None:
-            found[name] = tensor
-    save_file(found, folder / "model.safetensors")
 
 
 def change_config(folder: Path, **settings: Any) -> None:

@@ -19,7 +19,8 @@ from draftloop.kernels.fp8_cache import FP8, FP8_MAX, to_cache
 from draftloop.kernels.rope_write import rope_write_torch, rope_write_triton
 from example_drafters import example_configs
 from helpers import answers, assert_all_free, engine, greedy, make_engine, prompts, tiny_model
-from quantized import change, quantised_copy
+from loading import change
+from quantized import quantised_copy
 
 CASE = Case(lens=[(1, 40), (4, 37), (3, 3)], heads=4, kv_heads=2, head_dim=64, padding=1)
 

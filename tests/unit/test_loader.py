@@ -12,15 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftloop.attention.sdpa import SdpaBackend
 from draftloop.errors import ConfigError
 from draftloop.models import resolve, smollm2
-from draftloop.models.config import ModelConfig
-from draftloop.models.dense import DenseDecoder, attention_shape
-from draftloop.models.loader import ModelSource, eos_token_ids, load_config, load_model, load_tokenizer, resolve_model
+from draftloop.models.loader import ModelSource, eos_token_ids, load_config, load_tokenizer, resolve_model
 from draftloop.models.presets import PRESETS
+from loading import change, load
 
-CPU = torch.device("cpu")
 TINY = PRESETS["tiny"]
 TINY_HF: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,12 +33,6 @@ TINY_HF: dict[str, Any] = {
 }
 
 
-def load(source: ModelSource, config: ModelConfig | None = None, **settings: Any) -> DenseDecoder:
-    config = config or load_config(source)
-    backend = SdpaBackend(attention_shape(config, page_size=16, dtype=torch.float32), CPU)
-    return load_model(source, config, backend, device=CPU, dtype=torch.float32, max_positions=64, **settings)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model folder with random weights."""
@@ -51,16 +42,6 @@ def folder(tmp_path: Path) -> Path:
         {name: part.contiguous().clone() for name, part in model.destinations().items()}, tmp_path / "model.safetensors"
     )
     return tmp_path
-
-
-def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Replace, add or (None) drop tensors of a model folder."""
-    found = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        found.pop(name, None)
-        if tensor is not None:
-            found[name] = tensor
-    save_file(found, folder / "model.safetensors")
 
 
 def test_dummy_weights_repeat_by_seed() -> None:
