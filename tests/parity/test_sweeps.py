@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftloop.bench import sweep_experts, sweep_quantised, sweep_view
+from draftloop.bench import quantised_candidates, sweep_experts, sweep_quantised, sweep_view
 from draftloop.bench.sweep_report import SweepReport, gpu
 from draftloop.kernels.linear import Tiles
 from draftloop.kernels.linear_planes import PlaneTiles
@@ -24,8 +24,9 @@ def small(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> torch.device
     monkeypatch.setattr(sweep_quantised, "NUM_KV_HEADS", 1)
     monkeypatch.setattr(sweep_quantised, "TOKENS", {"few": (3, 1), "some": (5,)})
     if device.type == "cpu":
+        for module in (quantised_candidates, sweep_quantised, sweep_experts):
+            monkeypatch.setattr(module, "DTYPE", torch.float16)  # the interpreter multiplies no bf16
         for sweep in (sweep_quantised, sweep_experts):
-            monkeypatch.setattr(sweep, "DTYPE", torch.float16)  # the interpreter multiplies no bf16
             monkeypatch.setattr(sweep, "time_us", made_up)
     return device
 
@@ -59,9 +60,9 @@ def test_quantised_layers(small: torch.device, form: str) -> None:
     rows = []
     tiles = PlaneTiles(32, 128, 2, 8, 4, 3)
     for kind in (Kind.GATED, Kind.PLAIN, Kind.SUMS):
-        layer = sweep_quantised.Layer(kind.value, 64, 256, kind)
+        layer = quantised_candidates.Layer(kind.value, 64, 256, kind)
         tiles = tiles._replace(splits=1 if kind is Kind.GATED else 2)
-        found = [(sweep_quantised.planes(layer, tiles), done())]
+        found = [(quantised_candidates.planes(layer, tiles), done())]
         copies = sweep_quantised.copies_of(form, layer, small)
         for regime in ("few", "some"):
             rows.append(sweep_quantised.measure(sweep_quantised.Cell(form, layer, regime, found), copies, small))
@@ -87,13 +88,13 @@ def test_quantised_layers(small: torch.device, form: str) -> None:
 
 def test_candidates_fit() -> None:
     """In shared memory and in a pipeline."""
-    for layer in sweep_quantised.LAYERS:
+    for layer in quantised_candidates.LAYERS:
         for regime, integer in (("few", True), ("few", False), ("some", True), ("many", True)):
-            for tiles in sweep_quantised.plane_tiles(layer, regime, integer=integer):
+            for tiles in quantised_candidates.plane_tiles(layer, regime, integer=integer):
                 assert layer.size % (tiles.block_k * tiles.splits) == 0
                 weights = tiles.block_n * tiles.block_k // (2 if integer else 1)
                 shared = tiles.num_stages * (weights + 2 * tiles.max_tokens * tiles.block_k)
-                assert shared <= sweep_quantised.SHARED_BYTES
+                assert shared <= quantised_candidates.SHARED_BYTES
     for layer in sweep_experts.LAYERS:
         for block_m, tiles in sweep_experts.candidates(layer):
             tile = layer.halves * tiles.block_n + block_m

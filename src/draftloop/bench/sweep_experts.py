@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, time_us
-from draftloop.bench.sweep_quantised import IN_FLIGHT, NUM_SMS, SHARED_BYTES
+from draftloop.bench.quantised_candidates import IN_FLIGHT, NUM_SMS, SHARED_BYTES
 from draftloop.bench.sweep_report import SweepReport, gpu
 from draftloop.kernels.linear import Tiles
 from draftloop.kernels.moe_experts import choose, down_triton, experts_torch, gate_up_triton
