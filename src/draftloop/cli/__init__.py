@@ -192,9 +192,7 @@ def check_drafter(
     output_tokens:
         Tokens of each answer.
     """
-    for name, value in (("num-prompts", num_prompts), ("output-tokens", output_tokens)):
-        if value < 1:
-            raise ConfigError(f"--{name} is {value}; it must be at least 1")
+    at_least_one(num_prompts=num_prompts, output_tokens=output_tokens)
     given = speculation_from(values) or {}
     spec: dict[str, Any] = {**given, "model": drafter}
     if "speculative_token_tree" not in given:
