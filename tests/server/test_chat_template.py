@@ -9,21 +9,23 @@ from draftloop.errors import RequestError
 from draftloop.server.chat_template import ChatTemplate
 
 TEMPLATE = """{{- bos_token }}
+{%- set seen = namespace(self=0, count=0) %}
 {%- for message in messages %}
     {%- if message.role == 'system' %}
         {%- continue %}
     {%- endif %}
+    {%- set seen.count = seen.count + 1 %}
     {%- generation %}
     {{- '<|' + message.role + '|>\n' + message.content + '\n' }}
     {%- endgeneration %}
 {%- endfor %}
 {%- if tools %}
     {%- for tool in tools %}
-        {{- tool | tojson }}
+        {{- tool | tojson }}{{ tool | tojson(sort_keys=true, indent=2) }}
     {%- endfor %}
 {%- endif %}
 {%- if add_generation_prompt %}
-    {{- '<|assistant|>\n' }}
+    {{- seen.count ~ '<|assistant|>\n' }}
     {%- if thinking is defined and thinking %}{{ '<think>\n' }}{% endif %}
 {%- endif %}
 """
@@ -56,6 +58,8 @@ def test_the_last_message_can_be_continued():
         ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "unsafe"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{% set ns = namespace() %}{% set ns.__call__ = messages %}", "unsafe"),
+        ("{{ namespace({'__class__': 1}) }}", "unsafe"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{% for %}", "cannot be read"),

@@ -48,7 +48,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         names: dict[str, Any] = environment.globals  # pyrefly: ignore[bad-assignment]
-        names.update(raise_exception=_refuse, strftime_now=_now)
+        names.update(raise_exception=_refuse, strftime_now=_now, namespace=_Namespace)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -90,8 +90,34 @@ def _up_to_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> st
     return text[: at + len(last.strip())] + (last[len(last.rstrip()) :])
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
+class _Namespace(jinja2.utils.Namespace):
+    """A template's variables. Names that begin with an underscore would change what Python does with it."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, *given = args  # `self` may be the name of a variable
+        found = dict(*given, **values)
+        for name in found:
+            _check_variable(name)
+        jinja2.utils.Namespace.__init__(self, found)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_variable(name)
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+
+def _check_variable(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a variable of a namespace is called {name!r}, which is unsafe")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:
