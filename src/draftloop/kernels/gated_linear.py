@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftloop.kernels import linear_wide
 from draftloop.kernels.linear import Weight, linear
-from draftloop.kernels.linear_wide import Kind, linear_wide_triton
+from draftloop.kernels.linear_wide import Kind
 from draftloop.kernels.silu_mul import gelu_mul, silu_mul
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
@@ -26,7 +26,7 @@ def gated_linear(
         return weight_NK.gated_linear(x_TK, bias_N, activation)
     may_fuse = x_TK.is_cuda and activation == "silu"
     if may_fuse and isinstance(weight_NK, Tensor) and (tiles := linear_wide.choose(x_TK, weight_NK, Kind.GATED)):
-        return linear_wide_triton(x_TK, weight_NK, bias_N, kind=Kind.GATED, tiles=tiles)
+        return linear_wide.linear_wide(x_TK, weight_NK, bias_N, kind=Kind.GATED, tiles=tiles)
     return gated(linear(x_TK, weight_NK, bias_N), activation=activation)
 
 

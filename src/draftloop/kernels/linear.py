@@ -20,7 +20,7 @@ from torch import Tensor
 from draftloop.errors import ConfigError
 from draftloop.kernels import linear_wide
 from draftloop.kernels.batch_invariance import is_wanted
-from draftloop.kernels.linear_wide import Kind, linear_wide_triton
+from draftloop.kernels.linear_wide import Kind
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.native.functions import takes
 from draftloop.kernels.triton_import import gpu_name, jit, next_power_of_2, pdl_options, tl
@@ -316,7 +316,7 @@ def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, out
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
         return linear_triton(x_TK, weight_NK, bias_N, out_TN=out_TN)
     if x_TK.is_cuda and (wide := linear_wide.choose(x_TK, weight_NK, Kind.PLAIN)):
-        return linear_wide_triton(x_TK, weight_NK, bias_N, kind=Kind.PLAIN, tiles=wide, out=out_TN)
+        return linear_wide.linear_wide(x_TK, weight_NK, bias_N, kind=Kind.PLAIN, tiles=wide, out=out_TN)
     if native.takes_linear(x_TK, weight_NK, bias_N):
         if out_TN is None:
             return native.linear(x_TK, weight_NK, bias_N)
@@ -331,12 +331,14 @@ def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, out
 def qkv_linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) -> Tensor:
     """`linear` for layers whose output goes into `rope_write`, which takes either thing this returns.
 
-    [T, N], or fp32 [X, T, N] to be added up over X: of few tokens, where splitting K was measured to be faster.
+    [T, N], or fp32 [X, T, N] to be added up over X, where splitting K was measured to be faster.
     """
     if x_TK.is_cuda and (is_wanted() or x_TK.shape[0] <= MAX_TOKENS):
         measured = MEASURED if isinstance(weight_NK, Tensor) else weight_NK.measured_on(gpu_name(x_TK.device))
         if (*weight_NK.shape, True) in measured:
             return residual_linear(x_TK, weight_NK, bias_N)
+    elif x_TK.is_cuda and isinstance(weight_NK, Tensor) and linear_wide.choose(x_TK, weight_NK, Kind.SUMS):
+        return residual_linear(x_TK, weight_NK, bias_N)
     return linear(x_TK, weight_NK, bias_N)
 
 
@@ -352,5 +354,5 @@ def residual_linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = Non
     if x_TK.is_cuda and _is_skinny(x_TK, weight_NK) and _tiles(x_TK, weight_NK, may_split=True).splits > 1:
         return linear_split_triton(x_TK, weight_NK, bias_N)
     if x_TK.is_cuda and (wide := linear_wide.choose(x_TK, weight_NK, Kind.SUMS)):
-        return linear_wide_triton(x_TK, weight_NK, bias_N, kind=Kind.SUMS, tiles=wide)
+        return linear_wide.linear_wide(x_TK, weight_NK, bias_N, kind=Kind.SUMS, tiles=wide)
     return linear(x_TK, weight_NK, bias_N)

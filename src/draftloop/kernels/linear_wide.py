@@ -8,7 +8,9 @@ tokens are 128 and 64, without padding.
 
 Layers with few columns are split along K, and the kernel that follows adds up the sums, as in `linear`.
 
-Where this is faster than cuBLAS is measured, not guessed: `MEASURED` lists it, and is made of what
+`linear_multicast` does the same in CUDA C++, in one wave of tiles whose tokens blocks bring each other.
+
+Where either is faster than cuBLAS is measured, not guessed: `MEASURED` lists it, and is made of what
 `draftloop.bench.sweep_wide` prints.
 
 Shape suffixes: T tokens, N output columns, K input columns, X splits of K, I = N / 2 columns of a gate.
@@ -19,12 +21,13 @@ from __future__ import annotations
 import functools
 import itertools
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from draftloop.kernels.batch_invariance import is_wanted
+from draftloop.kernels.linear_multicast import MulticastTiles, linear_multicast
 from draftloop.kernels.silu_mul import gate_times_up, silu_mul_torch
 from draftloop.kernels.triton_import import TensorDescriptor, gpu_name, jit, next_power_of_2, pdl_options, tl
 
@@ -57,6 +60,9 @@ class WideTiles(NamedTuple):
     num_stages: int
 
 
+AnyTiles: TypeAlias = WideTiles | MulticastTiles
+
+
 class Range(NamedTuple):
     """Numbers of tokens, both included."""
 
@@ -64,17 +70,29 @@ class Range(NamedTuple):
     last: int
 
 
-MEASURED: dict[str, dict[tuple[int, int, Kind], dict[Range, WideTiles]]] = {
+MEASURED: dict[str, dict[tuple[int, int, Kind], dict[Range, AnyTiles]]] = {
     "NVIDIA H200": {
         (4096, 4096, Kind.SUMS): {
             Range(65, 96): WideTiles(128, 128, 3, 96, 4, 4),  # 14.7 us, without 17.5
             Range(97, 128): WideTiles(128, 64, 3, 128, 4, 6),  # 15.9 us, without 16.6
-            Range(129, 192): WideTiles(128, 64, 3, 192, 4, 5),  # 20.0 us, without 20.6
+            Range(129, 192): MulticastTiles(128, 4, 2, True, 5),  # 18.0 us, by Triton 19.9
             Range(193, 256): WideTiles(128, 64, 2, 128, 4, 6),  # 19.0 us, without 21.5
         },
         (4096, 14336, Kind.SUMS): {
-            Range(97, 128): WideTiles(128, 64, 3, 128, 4, 6),  # 38.7 us, without 40.9
-            Range(129, 192): WideTiles(128, 64, 4, 192, 4, 5),  # 44.7 us, without 49.7
+            Range(65, 96): MulticastTiles(128, 4, 2, True, 5),  # 34.9 us, without 39.6
+            Range(97, 128): MulticastTiles(128, 4, 2, True, 5),  # 36.3 us, by Triton 38.2
+            Range(129, 192): MulticastTiles(128, 4, 2, True, 5),  # 38.9 us, by Triton 43.6
+            Range(193, 256): MulticastTiles(256, 4, 2, False, 4, 128),  # 49.1 us, without 51.0
+        },
+        (4096, 14336, Kind.PLAIN): {
+            Range(577, 768): MulticastTiles(128, 1, 2, True, 5, 192),  # 126.7 us, without 132.4
+        },
+        (4096, 4096, Kind.PLAIN): {
+            Range(577, 768): MulticastTiles(128, 1, 2, True, 5, 192),  # 44.4 us, without 48.3
+        },
+        (6144, 4096, Kind.SUMS): {
+            Range(97, 128): MulticastTiles(96, 2, 2, False, 5),  # 20.2 us, without 21.0
+            Range(161, 192): MulticastTiles(96, 2, 2, False, 6),  # 22.5 us, without 25.8
         },
         (6144, 4096, Kind.PLAIN): {
             Range(65, 96): WideTiles(64, 128, 1, 96, 4, 5),  # 19.2 us, without 20.1
@@ -83,9 +101,11 @@ MEASURED: dict[str, dict[tuple[int, int, Kind], dict[Range, WideTiles]]] = {
             Range(97, 128): WideTiles(128, 64, 1, 128, 4, 3),  # 68.4 us, without 73.9
         },
         (28672, 4096, Kind.GATED): {
-            Range(65, 96): WideTiles(128, 128, 1, 96, 4, 4),  # 64.0 us, without 68.3
-            Range(97, 128): WideTiles(128, 64, 1, 128, 4, 3),  # 63.9 us, without 73.9
-            Range(129, 192): WideTiles(128, 64, 1, 192, 4, 5),  # 81.7 us, without 93.1
+            Range(65, 96): MulticastTiles(224, 1, 2, False, 4),  # 59.9 us, by Triton 63.1
+            Range(97, 128): MulticastTiles(224, 1, 2, False, 5),  # 60.0 us, by Triton 62.8
+            Range(129, 192): MulticastTiles(224, 1, 2, False, 3),  # 67.7 us, by Triton 75.2
+            Range(193, 256): MulticastTiles(224, 1, 2, False, 4, 128),  # 88.5 us, without 96.3
+            Range(577, 768): MulticastTiles(224, 1, 2, False, 3, 192),  # 266.4 us, without 279.4
         },
     },
 }
@@ -219,6 +239,28 @@ def store_sums(acc, out_ptr, token, column, num_tokens, num_columns, EVEN: tl.co
     tl.store(out_ptr + t[:, None] * num_columns + n[None, :], out, mask=live)
 
 
+def linear_wide(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    kind: Kind,
+    tiles: AnyTiles,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A layer on a CUDA device by the tiles that `choose` found; for what comes out see `Kind`."""
+    if isinstance(tiles, WideTiles):
+        return linear_wide_triton(x_TK, weight_NK, bias_N, kind=kind, tiles=tiles, out=out)
+    out = make_out(x_TK, weight_NK, kind, tiles.splits) if out is None else out
+    return linear_multicast(x_TK, weight_NK, bias_N, out, kind=kind, tiles=tiles)
+
+
+def make_out(x_TK: Tensor, weight_NK: Tensor, kind: Kind, splits: int) -> Tensor:
+    num_tokens, num_columns = x_TK.shape[0], weight_NK.shape[0] // (2 if kind is Kind.GATED else 1)
+    shape = (splits, num_tokens, num_columns) if kind is Kind.SUMS else (num_tokens, num_columns)
+    return torch.empty(shape, dtype=torch.float32 if kind is Kind.SUMS else x_TK.dtype, device=x_TK.device)
+
+
 def linear_wide_triton(
     x_TK: Tensor,
     weight_NK: Tensor,
@@ -232,13 +274,9 @@ def linear_wide_triton(
     assert x_TK.is_contiguous()
     assert weight_NK.is_contiguous()
     assert kind is Kind.SUMS or tiles.splits == 1
-    num_tokens = x_TK.shape[0]
-    num_columns = weight_NK.shape[0] // 2 if kind is Kind.GATED else weight_NK.shape[0]
-    if out is None:
-        shape = (tiles.splits, num_tokens, num_columns) if kind is Kind.SUMS else (num_tokens, num_columns)
-        out = torch.empty(shape, dtype=torch.float32 if kind is Kind.SUMS else x_TK.dtype, device=x_TK.device)
+    out = make_out(x_TK, weight_NK, kind, tiles.splits) if out is None else out
     assert out.is_contiguous()
-    if num_tokens:
+    if x_TK.shape[0]:
         arguments, grid, options = launch_arguments(x_TK, weight_NK, bias_N, out, kind=kind, tiles=tiles)
         _wide_kernel[grid](*arguments, **options)
     return out
@@ -291,17 +329,19 @@ def compile_ahead(
     _wide_kernel.warmup(*arguments, grid=grid, **options)
 
 
-def choose(x: Tensor, weight_NK: Tensor, kind: Kind) -> WideTiles | None:
+def choose(x: Tensor, weight_NK: Tensor, kind: Kind) -> AnyTiles | None:
     """Tiles for a layer on a CUDA device; None: cuBLAS is faster, nobody has measured, or sums must not depend
     on the number of tokens."""
     tiles = _measured(gpu_name(x.device), x.shape[0], *weight_NK.shape, kind)
     if tiles is None or is_wanted() or x.dim() != 2 or x.dtype not in DTYPES or weight_NK.dtype != x.dtype:
+        return None
+    if isinstance(tiles, MulticastTiles) and x.dtype is not torch.bfloat16:
         return None
     aligned = x.data_ptr() % 16 == weight_NK.data_ptr() % 16 == 0  # as bulk copies need it
     return tiles if aligned and x.is_contiguous() and weight_NK.is_contiguous() else None
 
 
 @functools.cache
-def _measured(gpu: str, num_tokens: int, columns: int, size: int, kind: Kind) -> WideTiles | None:
+def _measured(gpu: str, num_tokens: int, columns: int, size: int, kind: Kind) -> AnyTiles | None:
     ranges = MEASURED.get(gpu, {}).get((columns, size, kind), {})
     return next((tiles for (first, last), tiles in ranges.items() if first <= num_tokens <= last), None)

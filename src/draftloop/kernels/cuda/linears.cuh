@@ -9,11 +9,10 @@
 // order in which tensor cores take it (`handed_on`). They are m16n8k16: tokens are the 16, of which 8 are used, rows of
 // weights the 8.
 #pragma once
-#include "instructions.cuh"
+#include "ring.cuh"
 
 constexpr int WARPS = 8, CONSUMERS = WARPS * 32;
 constexpr int TILE = 1024;  // bytes of 8 rows x 64 columns
-constexpr u64 PATIENCE_TICKS = 8000000000ull;  // some seconds
 
 struct Thread {
     int num_tokens, warp, lane;
@@ -35,17 +34,6 @@ __device__ __forceinline__ Thread this_thread(int num_tokens)
 }
 
 __device__ __forceinline__ void consumers_meet() { threads_meet(CONSUMERS); }
-
-// Its code stands in the kernel once for each place that looks: instructions have to come from memory too.
-template <class Look> __device__ __forceinline__ void look_until(Look is_there)
-{
-    u64 start = 0;
-    while (!is_there()) {
-        const u64 now = ticks();
-        if (!start) start = now;
-        if (now - start > PATIENCE_TICKS) __trap();  // an error, not a hang
-    }
-}
 
 // What blocks of few tokens hand on says itself that it is there: before, its words are EMPTY, which no sum is and no
 // pair of rounded numbers. Whoever needs it looks until it is there, so nothing waits for more than its own inputs. Of
@@ -101,21 +89,6 @@ struct Meeting {
     }
 };
 
-__device__ __forceinline__ void wait(u32 barrier, u32 parity)
-{
-    look_until([&] { return is_past(barrier, parity); });
-}
-
-template <int SLOTS_OF, int BYTES>
-struct RingOf {
-    u32 slots, filled_barriers, freed_barriers;
-    int slot = 0;
-    u32 parity = 0;
-    __device__ u32 at() const { return slots + slot * BYTES; }
-    __device__ u32 filled() const { return filled_barriers + slot * 8; }
-    __device__ u32 freed() const { return freed_barriers + slot * 8; }
-    __device__ void advance() { if (++slot == SLOTS_OF) { slot = 0; parity ^= 1; } }
-};
 using Ring = RingOf<SLOTS, SLOT_BYTES>;
 
 // The rows of one matrix that this block owns, some columns at a time.

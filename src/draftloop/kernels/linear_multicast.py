@@ -1,0 +1,185 @@
+"""Linear layers of some hundred tokens in CUDA C++: one wave of large tiles, tokens multicast within clusters.
+
+`linear_wide` is limited by what crosses L2, and by multiprocessors that are idle in its last wave. Here a layer is as
+many tiles (by as many splits of K) as there are multiprocessors, or a few less: 128 tiles of 224 weights by 192 tokens
+for the 8B shape's gate_up. Blocks of a cluster bring each other the tokens, and weights are asked for before the kernel
+in front has drained. `cuda/multicast_linear.cu` says how.
+
+Shape suffixes: T tokens, N output columns, K input columns, X splits of K, I = N / 2 columns of a gate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftloop.kernels.cuda_source import load_kernel
+from draftloop.kernels.driver import ask, bindings
+
+SOURCE = Path(__file__).parent / "cuda" / "multicast_linear.cu"
+THREADS = 384
+COLUMNS = 64
+"""Of the input, in a stage."""
+KINDS = ("plain", "sums", "gated")
+"""`linear_wide.Kind`, in the order of the source's."""
+
+
+class MulticastTiles(NamedTuple):
+    """Launch parameters."""
+
+    rows: int
+    """Of weights in a tile; of a gated layer, half of them gates."""
+    splits: int
+    cluster: int
+    weights_first: bool
+    """Weights are the M side of products, tokens the N side, which comes in finer steps."""
+    token_slots: int
+    max_tokens: int = 256
+    """Of a tile; more are shared out evenly, and then blocks of a cluster share weights."""
+
+    def blocks(self, num_tokens: int) -> int:
+        """Tiles of tokens: whole clusters of them, if there are several."""
+        blocks = -(-num_tokens // self.max_tokens)
+        return 1 if blocks == 1 else -(-blocks // self.cluster) * self.cluster
+
+    def padded(self, num_tokens: int) -> int:
+        """Tokens of a tile."""
+        sizes = (96, 128, 160, 192, 256) if self.weights_first else (128, 192)
+        share = -(-num_tokens // self.blocks(num_tokens))
+        return next(size for size in sizes if share <= size)
+
+    def token_bytes(self, num_tokens: int) -> int:
+        """Of a slot."""
+        return self.padded(num_tokens) * COLUMNS * 2
+
+    def weight_slots(self, num_tokens: int) -> int:
+        """As many as shared memory has room for beside the tokens'."""
+        return (SHARED_BYTES - self.token_slots * self.token_bytes(num_tokens)) // (self.rows * COLUMNS * 2)
+
+    def memory_bytes(self, num_tokens: int) -> int:
+        """Of shared memory, four barriers included."""
+        slots = self.weight_slots(num_tokens)
+        rings = slots * self.rows * COLUMNS * 2 + self.token_slots * self.token_bytes(num_tokens)
+        return rings + 16 * (slots + self.token_slots)
+
+    def definitions(self, num_tokens: int, kind: str) -> dict[str, int]:
+        """The kernel's macros."""
+        return {
+            "TILE": self.rows,
+            "TOKENS": self.padded(num_tokens),
+            "WEIGHTS_FIRST": int(self.weights_first),
+            "WEIGHT_SLOTS": self.weight_slots(num_tokens),
+            "TOKEN_SLOTS": self.token_slots,
+            "CLUSTER": self.cluster,
+            "WEIGHTS_SHARED": int(self.blocks(num_tokens) > 1),
+            "KIND": KINDS.index(kind),
+        }
+
+
+SHARED_BYTES = (227 << 10) - 512
+"""For stages: of a multiprocessor, less their barriers."""
+
+
+class _Product(ctypes.Structure):
+    """`Product` of the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("out", "bias")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_columns", "size")),
+    ]
+
+
+class _Map(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 128)]
+
+
+_kernels: dict[tuple, Any] = {}
+_lock = threading.Lock()
+
+
+def _kernel(tiles: MulticastTiles, num_tokens: int, kind: str, device: torch.device) -> Any:
+    definitions = tiles.definitions(num_tokens, kind)
+    key = (device.index, *definitions.values())
+    with _lock:
+        if key not in _kernels:
+            found = load_kernel(SOURCE, definitions, SOURCE.stem, device)
+            limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            ask("cuFuncSetAttribute", found, limit, tiles.memory_bytes(num_tokens))
+            _kernels[key] = found
+        return _kernels[key]
+
+
+def linear_multicast(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tensor, *, kind: str, tiles: MulticastTiles
+) -> Tensor:
+    """`linear_wide_torch` of bf16 on a GPU of compute capability 9.0, written to `out`: [T, N], [X, T, N] or [T, I]."""
+    num_tokens, size = x_TK.shape
+    gated = kind == "gated"
+    num_columns = weight_NK.shape[0] // (1 + gated)
+    rows = tiles.rows // (1 + gated)
+    assert num_columns % rows == 0
+    assert tiles.blocks(num_tokens) > 1 or num_columns % (rows * tiles.cluster) == 0
+    assert size % COLUMNS == 0
+    device = x_TK.device
+    kernel = _kernel(tiles, num_tokens, kind, device)
+    product = _Product(out.data_ptr(), None if bias_N is None else bias_N.data_ptr(), num_tokens, num_columns, size)
+    blocks = tiles.blocks(num_tokens)
+    weight_sharers, token_sharers = (1, tiles.cluster) if blocks == 1 else (tiles.cluster, 1)
+    # rows in eights: gates and what they multiply take turns in a tile
+    weights = _tensor_map(
+        weight_NK,
+        [size, 8, 1 + gated, num_columns // 8],
+        [size, num_columns * size, 8 * size],
+        [COLUMNS, 8, 1 + gated, rows // 8 // weight_sharers],
+    )
+    tokens = _tensor_map(x_TK, [size, num_tokens], [size], [COLUMNS, tiles.padded(num_tokens) // token_sharers])
+    arguments = (ctypes.c_void_p * 3)(*(ctypes.addressof(one) for one in (weights, tokens, product)))
+    grid, cluster = (num_columns // rows, tiles.splits, blocks), (token_sharers, 1, weight_sharers)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    config = _launch_config(grid, cluster, tiles.memory_bytes(num_tokens), stream)
+    ask("cuLaunchKernelEx", config, kernel, ctypes.addressof(arguments), 0)
+    return out
+
+
+def _launch_config(grid: tuple[int, int, int], cluster: tuple[int, int, int], memory_bytes: int, stream: int) -> Any:
+    """It starts while the kernel in front drains."""
+    driver = bindings()
+    config, clusters, early = driver.CUlaunchConfig(), driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    shape = clusters.value.clusterDim
+    shape.x, shape.y, shape.z = cluster
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+    config.sharedMemBytes, config.hStream = memory_bytes, stream
+    config.attrs, config.numAttrs = [clusters, early], 2
+    return config
+
+
+def _tensor_map(tensor: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> _Map:
+    """How the copy engine finds boxes of bf16, swizzled by 128 bytes. The first of `sizes` has no stride."""
+    driver = bindings()
+    small, large = driver.cuuint32_t, driver.cuuint64_t
+    found = ask(
+        "cuTensorMapEncodeTiled",
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        len(sizes),
+        tensor.data_ptr(),
+        [large(size) for size in sizes],
+        [large(2 * stride) for stride in strides],
+        [small(size) for size in box],
+        [small(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    copy = _Map()
+    ctypes.memmove(ctypes.addressof(copy), int(found.getPtr()), 128)
+    return copy

@@ -1,0 +1,156 @@
+"""Linears of many tokens in CUDA C++: against exact sums, plain, split along K, and with the gate in them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from draftloop.kernels.cuda_source import compile_source
+from draftloop.kernels.linear_multicast import SOURCE, THREADS, MulticastTiles
+from draftloop.kernels.linear_wide import MEASURED, Kind, linear_wide, linear_wide_torch, make_out
+
+WEIGHT_FIRST = MulticastTiles(128, 3, 2, True, 3, 192)
+TOKEN_FIRST = MulticastTiles(224, 3, 2, False, 3, 192)
+
+
+class Case(NamedTuple):
+    tiles: MulticastTiles
+    tokens: int
+    columns: int
+    size: int
+
+
+CASES = [
+    Case(TOKEN_FIRST, 192, 448, 256),
+    Case(TOKEN_FIRST, 150, 896, 320),  # 64 rows of a tile, which both groups divide, are not full
+    Case(TOKEN_FIRST, 70, 448, 256),
+    Case(TOKEN_FIRST, 200, 224, 256),  # two tiles of tokens share weights
+    Case(WEIGHT_FIRST, 130, 256, 704),
+    Case(WEIGHT_FIRST._replace(max_tokens=96), 280, 128, 256),  # the last of four tiles has no tokens
+    Case(MulticastTiles(64, 2, 1, False, 4), 190, 192, 192),
+]
+CUDA = torch.device("cuda")
+
+
+def make(tokens: int, columns: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(tokens, size, device=device).bfloat16()
+    weight = (torch.randn(columns, size, device=device) * size**-0.5).bfloat16()
+    return x, weight, torch.randn(columns, device=device).bfloat16()
+
+
+def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind, tiles: MulticastTiles) -> None:
+    """Each split against its own part of K, so that a bias or a step that lands in two of them shows."""
+    if kind is Kind.SUMS:
+        expected = linear_wide_torch(x, weight, bias, kind=kind, splits=tiles.splits, block_k=64)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        return
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    if kind is Kind.GATED:
+        gate, up = exact.chunk(2, 1)
+        exact = F.silu(gate) * up
+        assert (out == linear_wide_torch(x, weight, bias, kind=kind)).double().mean() > 0.9
+    torch.testing.assert_close(out.double(), exact, rtol=3 * 2**-7, atol=1e-3)
+
+
+def launch(case: Case, kind: Kind, bias: bool) -> None:
+    x, weight, b = make(case.tokens, case.columns, case.size, CUDA)
+    tiles = case.tiles if kind is Kind.SUMS else case.tiles._replace(splits=1)
+    out = make_out(x, weight, kind, tiles.splits).fill_(torch.nan)
+    check(
+        linear_wide(x, weight, b if bias else None, kind=kind, tiles=tiles, out=out),
+        x,
+        weight,
+        b if bias else None,
+        kind,
+        tiles,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_small_layers(case: Case, kind: Kind, bias: bool) -> None:
+    launch(case, kind, bias)
+
+
+def measured() -> list[tuple[int, int, int, Kind, MulticastTiles]]:
+    """Entries of the table: tokens, columns, size."""
+    return [
+        (tokens, columns, size, kind, tiles)
+        for (columns, size, kind), ranges in MEASURED["NVIDIA H200"].items()
+        for reach, tiles in ranges.items()
+        if isinstance(tiles, MulticastTiles)
+        for tokens in {reach.first, reach.last}
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entry", measured(), ids=lambda entry: "-".join(map(str, entry[:4])))
+def test_what_serves(entry: tuple[int, int, int, Kind, MulticastTiles]) -> None:
+    """No worse than cuBLAS against exact sums, and the same bits every time."""
+    tokens, columns, size, kind, tiles = entry
+    x, weight, _ = make(tokens, columns, size, CUDA)
+    out = linear_wide(x, weight, kind=kind, tiles=tiles)
+    for _ in range(3):
+        assert torch.equal(linear_wide(x, weight, kind=kind, tiles=tiles), out)
+    if kind is Kind.GATED:
+        torch.testing.assert_close(out, linear_wide_torch(x, weight, kind=kind), rtol=3 * 2**-7, atol=2e-2)
+        return
+    exact = torch.cat([x.double() @ part.double().T for part in weight.split(8192)], 1)
+    rounded = out.sum(0).bfloat16() if kind is Kind.SUMS else out
+    error, cublas = ((one.double() - exact).abs().mean() for one in (rounded, F.linear(x, weight)))
+    assert error <= 1.05 * cublas
+
+
+@pytest.mark.gpu
+def test_replays_of_a_chain_repeat_the_eager_bits() -> None:
+    """Kernels that start early wait for each other, and descriptors live on in the graph."""
+    x, gate_up, _ = make(192, 28672, 4096, CUDA)
+    down = make(1, 4096, 14336, CUDA)[1]
+
+    def chain(sync: bool) -> Tensor:
+        out = x
+        for _ in range(6):
+            out = linear_wide(out, gate_up, kind=Kind.GATED, tiles=MulticastTiles(224, 1, 2, False, 3))
+            if sync:
+                torch.cuda.synchronize()
+            out = linear_wide(out, down, kind=Kind.PLAIN, tiles=MulticastTiles(128, 1, 2, True, 5))
+            if sync:
+                torch.cuda.synchronize()
+            out = out / out.float().square().mean(1, keepdim=True).sqrt().to(out.dtype)
+        return out
+
+    expected = chain(sync=True)
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(sync=False)
+    for _ in range(20):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize(("tokens", "kind"), [(192, Kind.GATED), (256, Kind.GATED), (160, Kind.SUMS)])
+def test_it_compiles(tokens: int, kind: Kind) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings comes with torch's CUDA builds")
+    tiles = WEIGHT_FIRST if kind is Kind.SUMS else TOKEN_FIRST
+    assert compile_source(SOURCE, tiles.definitions(tokens, kind), (9, 0)).startswith(b"\x7fELF")
+
+
+def test_what_serves_fits() -> None:
+    """Columns divide into tiles and tiles into clusters, and there are stages enough to read ahead."""
+    for tokens, columns, size, kind, tiles in measured():
+        assert columns % (tiles.rows * (tiles.cluster if tiles.blocks(tokens) == 1 else 1)) == 0
+        assert size % 64 == 0
+        assert tiles.blocks(tokens) * tiles.padded(tokens) >= tokens
+        assert tiles.memory_bytes(tokens) <= 227 << 10
+        assert tiles.weight_slots(tokens) >= 3
+        assert kind is Kind.SUMS or tiles.splits == 1
+        assert tiles.rows * tiles.padded(tokens) / (THREADS - 128) < 200, "sums of a thread, in registers"
