@@ -15,6 +15,16 @@ def test_defaults():
     assert (env.log_level, env.cache_root, env.poison) == ("INFO", Path("/caches/draftloop"), False)
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(ConfigError, match="no home directory to keep models in; set DRAFTLOOP_CACHE_ROOT"):
+        Environment.read({})
+    assert Environment.read({"DRAFTLOOP_CACHE_ROOT": "/data"}).cache_root == Path("/data")
+
+
 def test_given_values():
     env = Environment.read(
         {"DRAFTLOOP_LOG_LEVEL": "debug", "DRAFTLOOP_CACHE_ROOT": "/data", "DRAFTLOOP_POISON": "1"},

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +18,7 @@ import pytest
 
 import draftloop
 from draftloop import cli
+from draftloop.config.env import Environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,10 +41,32 @@ NEEDED = (
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, Path]:
-    """A wheel and an sdist of this checkout."""
-    out = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", str(out)], cwd=ROOT, check=True)
+    """A wheel, of what the image's build gets to see, and an sdist of this checkout."""
+    out, context = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("context")
+    for name in in_the_image():
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, context)
+    for kind, folder in (("wheel", context), ("sdist", ROOT)):
+        command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(out)]
+        subprocess.run(command, cwd=folder, check=True)
     return next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
+
+
+def in_the_image() -> list[str]:
+    """What `COPY .` of the Dockerfile copies."""
+    first, *lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert first == "*"
+    return [line[1:] for line in lines if line.startswith("!")]
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Of the Dockerfile, in order, without comments and with lines that go on joined."""
+    text = (ROOT / "Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    joined = re.sub(r"\s*\\\n\s*", " ", "\n".join(lines)).splitlines()
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined)]
 
 
 def test_an_installed_wheel_imports_without_a_gpu_and_answers(built, tmp_path):
@@ -83,20 +108,43 @@ def test_wheel_and_sdist_hold_what_runs_and_its_licences(built):
     assert {f"src/{name}" for name in NEEDED} | {"pyproject.toml", "README.md", "NOTICE"} <= sources
 
 
-def test_the_image_runs_as_a_user_of_its_own_and_copies_what_the_build_needs():
-    lines = (ROOT / "Dockerfile").read_text().splitlines()
-    last = lines[max(i for i, line in enumerate(lines) if line.startswith("FROM")) :]
-    words = [line.split()[0] for line in last if line and line[0] != " "]
+def test_the_image_runs_as_a_user_of_its_own_who_owns_the_caches_in_the_volume():
+    found = instructions()
+    last = found[max(index for index, (word, _) in enumerate(found) if word == "FROM") :]
+    words, said = [word for word, _ in last], dict(last)
     assert words.index("USER") < words.index("ENTRYPOINT")
-    assert {"VOLUME", "HEALTHCHECK"} <= set(words)
-    instructions = dict(
-        line.split(maxsplit=1) for line in (ROOT / "Dockerfile").read_text().splitlines() if "[" in line
-    )
-    command = json.loads(instructions["ENTRYPOINT"]) + json.loads(instructions["CMD"])
+    assert words.index("RUN") < words.index("USER")
+    assert f"--owner={said['USER']} {said['VOLUME']}" in said["RUN"], "a volume gets its folder's owner"
+    assert words.index("RUN") < words.index("VOLUME"), "what is changed behind it is lost"
+    variables = dict(entry.split("=", 1) for entry in said["ENV"].split())
+    caches = {"HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"}
+    assert caches <= {name for name, value in variables.items() if Path(value).is_relative_to(said["VOLUME"])}
+    assert Environment.read(variables).cache_root.is_relative_to(said["VOLUME"])
+
+
+def test_the_image_serves_and_asks_itself_whether_it_does():
+    said = dict(instructions())
+    command = json.loads(said["ENTRYPOINT"]) + json.loads(said["CMD"])
     assert command[0] in project()["scripts"]
     cli.app.parse_args(command[1:], exit_on_error=False, print_error=False)
-    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert allowed == {"LICENSE", "NOTICE", "README.md", "pyproject.toml", "src"}
+    port = command[command.index("--port") + 1]
+    assert said["EXPOSE"] == port
+    check = said["HEALTHCHECK"].partition("CMD ")[2]
+    assert f"http://127.0.0.1:{port}/health" in check
+    compile(json.loads(check)[-1], "health check", "exec")
+
+
+def test_the_image_keeps_nothing_of_what_only_installing_takes():
+    runs = [rest for word, rest in instructions() if word == "RUN"]
+    assert all("--no-cache-dir" in run for run in runs if "pip install" in run)
+    for run in runs:
+        if "apt-get install" in run:
+            assert run.startswith("apt-get update && ")
+            assert "--no-install-recommends" in run
+            assert run.endswith("rm -rf /var/lib/apt/lists/*")
+    copied = [rest.split() for word, rest in instructions() if word == "COPY" and "--from" not in rest]
+    assert copied == [[".", "/src"]]
+    assert all((ROOT / name).exists() for name in in_the_image())
 
 
 def test_one_version_stands_everywhere():

@@ -70,4 +70,9 @@ def _flag(given: Mapping[str, str], name: str) -> bool:
 
 
 def _user_cache(environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if folder := environ.get("XDG_CACHE_HOME"):
+        return Path(folder)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # a user of a number alone, as containers have them
+        raise ConfigError(f"this user has no home directory to keep models in; set {PREFIX}CACHE_ROOT") from None

@@ -121,7 +121,7 @@ class Packer:
             tokens = int(documents.lengths[chosen].sum())
             raise ConfigError(
                 f"{tokens} tokens fill {len(self._rows)} rows of {row_tokens}, but a step takes {rows_per_step}; "
-                "record more, or lower --batch-tokens"
+                "record more (the same command adds to a recording), or lower --batch-tokens"
             )
 
     def _epoch_rows(self, epoch: int) -> list[list[int]]:
