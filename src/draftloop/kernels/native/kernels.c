@@ -66,8 +66,8 @@ INLINE float dot(const float *a, const float *b, int64_t size) {
     return total;
 }
 
-// e^x to 2 units in the last place; 0 where the result would be subnormal, infinite from 88.7 on. Free of branches, so that loops
-// over it become vector code.
+// e^x to 2 units in the last place; 0 where the result would be subnormal, infinite from 88.7 on. Free of branches, so
+// that loops over it become vector code.
 INLINE float exp_of(float x) {
     float clamped = x < -87.3f ? -87.3f : x > 88.7f ? 88.7f : x;
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
@@ -292,10 +292,10 @@ static void attend(const float *q, const float *keys, const int32_t *pages, int6
 // does not exist.
 int dl_paged_attention(const float *q_TQD, const int32_t *rows_R, const int32_t *query_starts_R1,
                        const int32_t *kv_lens_R, const int32_t *page_table_MN, float *out_TQD, float *kv_base,
-                       const float *sinks_Q, int64_t side_stride, int64_t page_stride, int64_t token_stride, int64_t head_stride,
-                       int64_t num_pages, int64_t page_size, int64_t T, int64_t R, int64_t M, int64_t N, int64_t Q,
-                       int64_t G, int64_t D, int64_t max_query_len, int causal, int64_t window, float scale,
-                       float cap, int threads) {
+                       const float *sinks_Q, int64_t side_stride, int64_t page_stride, int64_t token_stride,
+                       int64_t head_stride, int64_t num_pages, int64_t page_size, int64_t T, int64_t R, int64_t M,
+                       int64_t N, int64_t Q, int64_t G, int64_t D, int64_t max_query_len, int causal, int64_t window,
+                       float scale, float cap, int threads) {
     const Cache cache = {kv_base, side_stride, page_stride, token_stride, head_stride, num_pages, page_size};
     int64_t work = 0;
     for (int64_t r = 0; r < R; r++) {
