@@ -356,7 +356,8 @@ int dl_row_tokens(const int32_t *rows_R, const int32_t *tokens_ML, const int32_t
     }
     for (int64_t r = 0; r < R; r++) {
         const int64_t row = rows_R[r], length = num_tokens_M[row], padding = row == M - 1;
-        const int64_t first = length + offset + (num_drafted_M ? num_drafted_M[row] : 0) - (emitted_R ? emitted_R[r] : 0);
+        const int64_t first = length + offset + (num_drafted_M ? num_drafted_M[row] : 0) -
+                              (emitted_R ? emitted_R[r] : 0);
         for (int64_t q = 0; q < num_per_row; q++) {
             const int64_t at = r * num_per_row + q, position = padding ? 0 : first + q;
             const int64_t wanted = position + ahead, draft = wanted - length;
