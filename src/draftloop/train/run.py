@@ -20,7 +20,7 @@ from draftloop.train import checkpoint
 from draftloop.train.export import export
 from draftloop.train.files import make_folder
 from draftloop.train.loop import Trainer, share
-from draftloop.train.method import Subject, method_class
+from draftloop.train.method import Method, Subject, method_class
 from draftloop.train.options import TrainOptions
 from draftloop.train.packing import Packer, held_out_steps, split
 from draftloop.train.plot import plot
@@ -64,17 +64,7 @@ def _run(options: TrainOptions, method_options: Any, world: World) -> Path:
             return recording.folder
 
     target = TargetStates(options.target, device=device, dtype=dtype, row_tokens=options.row_tokens, compiled=compiled)
-    states: States = target
-    documents: Documents
-    if recording is not None:
-        documents, data = recording.documents(), dict(recording.settings)
-    else:
-        assert options.hidden_states is not None
-        states = StoredStates(options.hidden_states, config=config, device=device, dtype=dtype)
-        documents, data = states.documents(options.row_tokens, config.vocab_size), {"data": "stored hidden states"}
-    if cut := int((documents.lengths > options.row_tokens).sum()):
-        logger.warning("%d documents of more than --row-tokens %d tokens lose their end", cut, options.row_tokens)
-
+    states, documents, data = _documents(options, recording, target)
     subject = Subject(
         name=options.target,
         folder=source.folder,
@@ -90,21 +80,9 @@ def _run(options: TrainOptions, method_options: Any, world: World) -> Path:
     method = method_class(options.method)(method_options, subject)
     chosen, held_out = split(documents, options.held_out_tokens, options.seed)
     batch_tokens = _batch_tokens(options, device)
-    rows_per_step = batch_tokens // options.row_tokens
-    if rows_per_step % (world.size * options.accumulate):
-        raise ConfigError(
-            f"a step has {rows_per_step} rows, which {world.size} processes in {options.accumulate} parts cannot share "
-            "evenly; change --batch-tokens"
-        )
+    rows_per_step = _rows_per_step(options, batch_tokens, world)
     packer = Packer(documents, chosen, row_tokens=options.row_tokens, rows_per_step=rows_per_step, seed=options.seed)
-    mask = np.zeros(len(documents), dtype=bool)
-    mask[chosen] = True
-    counts_V = torch.from_numpy(documents.token_counts(config.vocab_size, mask))
-    torch.manual_seed(options.seed)
-    module = method.build(counts_V)
-    if options.init_from is not None:
-        method.initialise(module, Path(options.init_from))
-    module = share(module.to(device), world, device)
+    module = share(_module(options, method, documents, chosen).to(device), world, device)
     trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
     if world.first:
         logger.info(
@@ -146,6 +124,47 @@ def _run(options: TrainOptions, method_options: Any, world: World) -> Path:
         plot(out / "training.png", log, title=f"{method.name} for {Path(options.target).name}")
         logger.info("the drafter is in %s", folder)
     return folder
+
+
+def _documents(
+    options: TrainOptions, recording: Recording | None, target: TargetStates
+) -> tuple[States, Documents, dict[str, Any]]:
+    """Where states come from, the documents, and what a card says of them. None: states that are on disk."""
+    config = target.config
+    states: States = target
+    documents: Documents
+    if recording is not None:
+        documents, data = recording.documents(), dict(recording.settings)
+    else:
+        assert options.hidden_states is not None
+        states = StoredStates(options.hidden_states, config=config, device=target.device, dtype=target.dtype)
+        documents, data = states.documents(options.row_tokens, config.vocab_size), {"data": "stored hidden states"}
+    if cut := int((documents.lengths > options.row_tokens).sum()):
+        logger.warning("%d documents of more than --row-tokens %d tokens lose their end", cut, options.row_tokens)
+    return states, documents, data
+
+
+def _rows_per_step(options: TrainOptions, batch_tokens: int, world: World) -> int:
+    """Raises ConfigError where processes and parts cannot share them evenly."""
+    count = batch_tokens // options.row_tokens
+    if count % (world.size * options.accumulate):
+        raise ConfigError(
+            f"a step has {count} rows, which {world.size} processes in {options.accumulate} parts cannot share "
+            "evenly; change --batch-tokens"
+        )
+    return count
+
+
+def _module(options: TrainOptions, method: Method, documents: Documents, chosen: np.ndarray) -> torch.nn.Module:
+    """The drafter as it is before the first step."""
+    mask = np.zeros(len(documents), dtype=bool)
+    mask[chosen] = True
+    counts_V = torch.from_numpy(documents.token_counts(method.subject.config.vocab_size, mask))
+    torch.manual_seed(options.seed)
+    module = method.build(counts_V)
+    if options.init_from is not None:
+        method.initialise(module, Path(options.init_from))
+    return module
 
 
 def _recorded(options: TrainOptions, revision: str, vocab_size: int, world: World) -> Recording:

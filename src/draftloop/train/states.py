@@ -100,7 +100,7 @@ class TargetStates(States):
         self.model: Decoder = load_model(
             source, self.config, self.attention, device=device, dtype=dtype, max_positions=row_tokens
         )
-        self.dtype = dtype
+        self.device, self.dtype = device, dtype
 
     @torch.no_grad()
     def __call__(self, rows: PackedRows, aux_layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
