@@ -22,6 +22,7 @@
 #   kernels  128 rows, the small kernels, tiles of a 1B model (about 1 minute)
 #   stream  a pass as one kernel: its tests, then the sweep that says where it is faster (about 1 minute)
 #   stream_wide  of it the passes of 9 to 64 tokens, which have not run on a GPU (about 1 minute)
+#   linears  linears of 65 to 256 tokens: tests, a sweep that ends with entries for MEASURED, EAGLE-3 at 32 rows (4 minutes)
 #   all     bench, start, blocks, quant, sampling, tests
 # What has a time limit is interrupted at it, and keeps what it has written: numbers after each batch size and load.
 # Copy the JSON files to docs/numbers, then `draftloop bench report docs/numbers` writes the page.
@@ -254,6 +255,13 @@ kernels() { # 128 rows, where small kernels count too; what stands between the l
   "$python" -m draftloop.bench.kernels --sweep 1b.qkv 1b.o 1b.gate_up 1b.down | tee "$out/tiles-1b.txt" || failed=1
 }
 
+linears() {
+  gpu_tests gpu-tests-linears 60 tests/parity/test_linear_multicast.py tests/parity/test_linear_wide.py
+  sweep wide wide --tokens 192 160 128 96 256 --layers gate_up down qkv o --candidates 6
+  latency eagle3-8b-b32 llama-3.1-8b $(rows 32 32) -sc "$eagle3"
+  latency draft-model-8b-1b-b32 llama-3.1-8b $(rows 32 32) -sc "$(drafter draft_model llama-3.2-1b 4 3.0)"
+}
+
 tests() {
   local whole=(tests/train tests/unit/test_bench_latency.py tests/e2e/test_memory_budget.py) # these take all of the GPU's memory
   local options=(-m gpu -v --tb=short -rs -p no:cacheprovider -p no:benchmark)
@@ -263,7 +271,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | windows | moe | kernels | stream | stream_wide) "$part" ;;
+  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | windows | moe | kernels | stream | stream_wide | linears) "$part" ;;
   all)
     bench
     start
@@ -273,7 +281,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, windows, moe, kernels, stream, stream_wide, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, windows, moe, kernels, stream, stream_wide, linears, all" >&2
     exit 2
     ;;
 esac

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, cold_weights, time_us
 from draftloop.bench.sweep_report import SweepReport, gpu
-from draftloop.kernels import linear_wide
 from draftloop.kernels.argmax import argmax
 from draftloop.kernels.linear import MAX_TOKENS, linear, linear_torch, residual_linear
-from draftloop.kernels.linear_wide import Kind, WideTiles, linear_wide_triton, token_parts
+from draftloop.kernels.linear_multicast import MulticastTiles, find_kernel
+from draftloop.kernels.linear_wide import AnyTiles, Kind, WideTiles, compile_ahead, linear_wide, make_out, token_parts
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kernels.silu_mul import silu_mul
 
@@ -50,9 +50,9 @@ class Layer(NamedTuple):
 
 LAYERS = [
     Layer("gate_up", 28672, 4096, (Kind.GATED, Kind.PLAIN)),
-    Layer("down", 4096, 14336, (Kind.SUMS,)),
+    Layer("down", 4096, 14336, (Kind.SUMS, Kind.PLAIN)),
     Layer("qkv", 6144, 4096, (Kind.SUMS, Kind.PLAIN)),
-    Layer("o", 4096, 4096, (Kind.SUMS,)),
+    Layer("o", 4096, 4096, (Kind.SUMS, Kind.PLAIN)),
     Layer("lm_head", 128256, 4096, (Kind.PLAIN,)),
 ]
 TOKENS = (192, 768, 96, 128, 256)
@@ -100,6 +100,34 @@ def candidates(layer: Layer, tokens: int, kind: Kind, limit: int) -> list[WideTi
     return [tiles for _, tiles in sorted(found.values())[:limit]]
 
 
+def multicast_candidates(layer: Layer, tokens: int, kind: Kind, limit: int) -> list[MulticastTiles]:
+    """The `limit` tiles that should be fastest."""
+    found: dict[tuple, tuple[float, int, MulticastTiles]] = {}
+    shapes = itertools.product((96, 128, 192, 224, 256), range(1, 9), (False, True), (3, 4, 5, 6), (128, 192, 256))
+    for rows, splits, weights_first, token_slots, max_tokens in shapes:
+        tiles = MulticastTiles(rows, splits, 2, weights_first, token_slots, max_tokens)
+        if (weights_first and rows != 128) or not tiles.fits(tokens, layer.columns, layer.size, kind):
+            continue
+        blocks, padded = tiles.blocks(tokens), tiles.padded(tokens)
+        key = (*tiles._replace(max_tokens=0), blocks)  # several limits come to the same launch
+        depth = min(token_slots, tiles.weight_slots(tokens))
+        found.setdefault(key, (multicast_us(layer, tokens, tiles, blocks, padded), -depth, tiles))
+    return [tiles for *_, tiles in sorted(found.values())[:limit]]
+
+
+def multicast_us(layer: Layer, tokens: int, tiles: MulticastTiles, blocks: int, padded: int) -> float:
+    """Roughly how long a layer takes: its operations in waves, or its bytes through L2; and its sums."""
+    programs = layer.columns // tiles.rows * tiles.splits * blocks
+    depth = layer.size / tiles.splits
+    rows, columns = (tiles.rows, padded / 2) if blocks == 1 else (tiles.rows / 2, padded)
+    operations = -(-programs // NUM_SMS) * NUM_SMS * 2 * tiles.rows * padded * depth
+    moved = programs * (rows + columns) * depth * DTYPE.itemsize
+    seconds = max(operations / OPERATIONS_PER_SECOND, moved / L2_BYTES_PER_SECOND)
+    if tiles.splits > 1:
+        seconds += 2 * 4 * tiles.splits * tokens * layer.columns / L2_BYTES_PER_SECOND
+    return seconds * 1e6
+
+
 def followed(kind: str, name: str, tokens: int, columns: int, device: torch.device) -> Callable[[Tensor], Any]:
     """What runs behind the layer in a model."""
     if name == "lm_head":
@@ -116,7 +144,7 @@ class Candidate(NamedTuple):
     """One way to run a layer."""
 
     kind: str
-    tiles: tuple
+    tiles: AnyTiles
     compiled: Future[None]
     run: Callable[[Tensor, Tensor], Tensor]
     """x and weights -> what comes out before what follows."""
@@ -140,19 +168,25 @@ def plan(cells: Iterable[tuple[Layer, int]], pool: ThreadPoolExecutor, limit: in
             weights[layer] = torch.empty(layer.columns, layer.size, dtype=DTYPE, device=device)
         weight, found = weights[layer], []
         for kind in layer.kinds:
-            for t in candidates(layer, tokens, kind, limit):
-                dtype = torch.float32 if kind is Kind.SUMS else DTYPE
-                out = torch.empty(t.splits * tokens * layer.columns, dtype=dtype, device=device)
-                options = {"kind": kind, "tiles": t}
-                compiled = pool.submit(linear_wide.compile_ahead, x, weight, None, out, **options)
-                found.append(Candidate(kind.value, t, compiled, functools.partial(linear_wide_triton, **options)))
+            ours = candidates(layer, tokens, kind, limit)
+            for t in (*ours, *multicast_candidates(layer, tokens, kind, limit)):
+                compiled = pool.submit(_compile, x, weight, kind, t)
+                found.append(Candidate(kind.value, t, compiled, functools.partial(linear_wide, kind=kind, tiles=t)))
         planned.append(Cell(layer, tokens, found))
     return planned
 
 
+def _compile(x: Tensor, weight: Tensor, kind: Kind, tiles: AnyTiles) -> None:
+    if isinstance(tiles, WideTiles):
+        compile_ahead(x, weight, None, make_out(x, weight, kind, tiles.splits), kind=kind, tiles=tiles)
+    else:
+        torch.cuda.set_device(x.device)  # in this thread nothing has
+        find_kernel(tiles, x.shape[0], kind, x.device)
+
+
 @torch.inference_mode()
 def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
-    """The time of today's way (cuBLAS, from 65 tokens on) and that of each candidate, fastest first."""
+    """The time of cuBLAS (up to 64 tokens: of today's way) and that of each candidate, fastest first."""
     layer, tokens, _ = cell
     x = torch.randn(tokens, layer.size, dtype=DTYPE, device=device)
     weights = cold_weights(layer.columns, layer.size, device)
@@ -167,7 +201,7 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
     expected, results = linear_torch(x, weights[0]), []
     for kind, tiles, compiled, run in cell.candidates:
         follow = followed(kind, layer.name, tokens, layer.columns, device)
-        result: dict[str, Any] = {"kind": kind, "tiles": list(tiles)}
+        result: dict[str, Any] = {"kind": kind, "kernel": type(tiles).__name__, "tiles": list(tiles)}
         try:
             compiled.result()
             result["error"] = relative_error(run(x, weights[0]), expected, kind)
@@ -204,10 +238,10 @@ def table(row: dict[str, Any]) -> Iterator[str]:
     floor, today = row["floor_us"], row["today_us"]
     yield f"{row['layer']:10} T={row['tokens']:<4} floor {floor:7.1f}  today {today:7.1f} us"
     for r in usable(row)[:3]:
-        yield f"    {r['us']:7.1f} us {r['us'] / today:5.2f}  {r['kind']:6} {tuple(r['tiles'])}"
+        yield f"    {r['us']:7.1f} us {r['us'] / today:5.2f}  {r['kind']:6} {r['kernel']}{tuple(r['tiles'])}"
     for r in row["results"]:
         if r.get("error", 0.0) >= MAX_ERROR:
-            yield f"    WRONG by {r['error']:.2g}: {r['kind']} {r['tiles']}"
+            yield f"    WRONG by {r['error']:.2g}: {r['kind']} {r['kernel']}{r['tiles']}"
     if failed := [r for r in row["results"] if "failed" in r]:
         yield f"    {len(failed)} failed, the first with {failed[0]['failed'][:160]}"
 
@@ -230,7 +264,7 @@ def _lines(rows: list[dict[str, Any]], columns: int, size: int, kind: str) -> It
         found = usable(row, kinds=[kind])
         if found and found[0]["us"] < GAIN * row["today_us"]:
             times = f"{found[0]['us']:.1f} us, without {row['today_us']:.1f}"
-            yield f"    Range({first}, {row['tokens']}): WideTiles{tuple(found[0]['tiles'])},  # {times}"
+            yield f"    Range({first}, {row['tokens']}): {found[0]['kernel']}{tuple(found[0]['tiles'])},  # {times}"
 
 
 def main() -> None:

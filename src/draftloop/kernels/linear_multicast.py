@@ -80,9 +80,25 @@ class MulticastTiles(NamedTuple):
             "KIND": KINDS.index(kind),
         }
 
+    def fits(self, num_tokens: int, columns: int, size: int, kind: str) -> bool:
+        """Whether whole tiles and clusters make a layer, with enough stages to read ahead."""
+        blocks, eights = self.blocks(num_tokens), 8 * (1 + (kind == "gated")) * self.cluster
+        widest = 256 if self.weights_first else 192
+        return (
+            -(-num_tokens // blocks) <= widest
+            and columns % (self.rows * (self.cluster if blocks == 1 else 1)) == 0
+            and self.rows % eights == 0
+            and size % COLUMNS == 0
+            and self.rows * self.padded(num_tokens) <= MAX_SUMS
+            and self.weight_slots(num_tokens) >= 3
+            and (kind == "sums" or self.splits == 1)
+        )
+
 
 SHARED_BYTES = (227 << 10) - 512
 """For stages: of a multiprocessor, less their barriers."""
+MAX_SUMS = 192 * (THREADS - 128)
+"""Of a tile, in registers."""
 
 
 class _Product(ctypes.Structure):
@@ -102,7 +118,8 @@ _kernels: dict[tuple, Any] = {}
 _lock = threading.Lock()
 
 
-def _kernel(tiles: MulticastTiles, num_tokens: int, kind: str, device: torch.device) -> Any:
+def find_kernel(tiles: MulticastTiles, num_tokens: int, kind: str, device: torch.device) -> Any:
+    """Compiled, if nobody has. The device's context must be the current one."""
     definitions = tiles.definitions(num_tokens, kind)
     key = (device.index, *definitions.values())
     with _lock:
@@ -126,7 +143,7 @@ def linear_multicast(
     assert tiles.blocks(num_tokens) > 1 or num_columns % (rows * tiles.cluster) == 0
     assert size % COLUMNS == 0
     device = x_TK.device
-    kernel = _kernel(tiles, num_tokens, kind, device)
+    kernel = find_kernel(tiles, num_tokens, kind, device)
     product = _Product(out.data_ptr(), None if bias_N is None else bias_N.data_ptr(), num_tokens, num_columns, size)
     blocks = tiles.blocks(num_tokens)
     weight_sharers, token_sharers = (1, tiles.cluster) if blocks == 1 else (tiles.cluster, 1)
