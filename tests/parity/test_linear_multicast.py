@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.kernels.cuda_source import compile_source
-from draftloop.kernels.linear_multicast import SOURCE, MulticastTiles
+from draftloop.kernels.linear_multicast import SOURCE, MulticastTiles, Product
 from draftloop.kernels.linear_wide import MEASURED, Kind, linear_wide, linear_wide_torch, make_out
 
 WEIGHT_FIRST = MulticastTiles(128, 3, 2, True, 3, 192)
@@ -69,6 +73,47 @@ def launch(case: Case, kind: Kind, bias: bool) -> None:
         kind,
         tiles,
     )
+
+
+class Rows(ctypes.Structure):
+    """What the host's copy engine knows of a matrix."""
+
+    _fields_ = [
+        ("values", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("rows", "columns", "box_rows", "halves")),
+    ]
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        (Case(TOKEN_FIRST._replace(rows=64, splits=2), 150, 128, 320), Kind.SUMS),
+        (Case(TOKEN_FIRST._replace(rows=32, splits=1, max_tokens=96), 110, 64, 320), Kind.GATED),
+        (Case(WEIGHT_FIRST._replace(splits=1), 70, 256, 256), Kind.GATED),
+    ],
+    ids=str,
+)
+def test_it_computes_the_same_as_fibers_on_the_host(case: Case, kind: Kind, tmp_path: Path) -> None:
+    """All but the instructions themselves, which have stand-ins, and their timing."""
+    (tiles, tokens, columns, size), here, library = case, Path(__file__).parent, tmp_path / "multicast_linear.so"
+    macros = {**tiles.definitions(tokens, kind), "MEMORY_BYTES": tiles.memory_bytes(tokens)}
+    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-I", str(SOURCE.parent), "-I", str(here)]
+    options += [f"-D{name}={value}" for name, value in macros.items()]
+    subprocess.run(["c++", *options, str(here / "multicast_linear_host.cpp"), "-o", str(library)], check=True)
+    launch = ctypes.CDLL(str(library)).launch
+    launch.restype = ctypes.c_bool
+
+    x, weight, bias = make(tokens, columns, size, torch.device("cpu"))
+    out = make_out(x, weight, kind, tiles.splits).fill_(torch.nan)
+    blocks, halves = tiles.blocks(tokens), 1 + (kind is Kind.GATED)
+    weight_sharers, token_sharers = (1, tiles.cluster) if blocks == 1 else (tiles.cluster, 1)
+    weight_rows = Rows(weight.data_ptr(), columns, size, tiles.rows // weight_sharers, halves)
+    token_rows = Rows(x.data_ptr(), tokens, size, tiles.padded(tokens) // token_sharers, 1)
+    product = Product(out.data_ptr(), bias.data_ptr(), tokens, columns // halves, size)
+    arguments = [ctypes.byref(one) for one in (weight_rows, token_rows, product)]
+    assert launch(columns // tiles.rows, tiles.splits, blocks, *arguments), "blocks wait for ever"
+    check(out, x, weight, bias, kind, tiles)
 
 
 @pytest.mark.gpu

@@ -101,7 +101,7 @@ MAX_SUMS = 192 * (THREADS - 128)
 """Of a tile, in registers."""
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
     """`Product` of the source."""
 
     _fields_ = [
@@ -144,7 +144,7 @@ def linear_multicast(
     assert size % COLUMNS == 0
     device = x_TK.device
     kernel = find_kernel(tiles, num_tokens, kind, device)
-    product = _Product(out.data_ptr(), None if bias_N is None else bias_N.data_ptr(), num_tokens, num_columns, size)
+    product = Product(out.data_ptr(), None if bias_N is None else bias_N.data_ptr(), num_tokens, num_columns, size)
     blocks = tiles.blocks(num_tokens)
     weight_sharers, token_sharers = (1, tiles.cluster) if blocks == 1 else (tiles.cluster, 1)
     # rows in eights: gates and what they multiply take turns in a tile

@@ -15,7 +15,7 @@ enum Kind { PLAIN, SUMS, GATED };  // rounded; fp32 [splits, tokens, columns]; s
 
 constexpr int ROWS = WEIGHTS_FIRST ? TILE : TOKENS, COLUMNS = WEIGHTS_FIRST ? TOKENS : TILE;  // of products
 constexpr int MORE = ROWS > 128 ? COLUMNS / 2 : 0;  // of a group's products for the rows behind the first 128
-constexpr int GROUPS = 2, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
+constexpr int GROUPS = 2, CONSUMERS = GROUPS * 128;
 constexpr int WEIGHT_BYTES = TILE * 128, TOKEN_BYTES = TOKENS * 128;  // of 64 columns of the input
 constexpr int GATE_TILE = KIND == GATED ? TILE / 2 : TILE;  // columns of the output
 static_assert((ROWS == 128 || ROWS == 192) && COLUMNS % 16 == 0 && COLUMNS <= 256, "products");
@@ -272,7 +272,7 @@ __device__ __forceinline__ void write(const Product& p, const float (&sums)[TILE
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) multicast_linear(
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) multicast_linear(
     const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens, const Product p)
 {
     constexpr int RINGS_BYTES = WEIGHT_SLOTS * WEIGHT_BYTES + TOKEN_SLOTS * TOKEN_BYTES;
