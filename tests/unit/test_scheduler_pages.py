@@ -14,7 +14,7 @@ from draftloop.errors import RequestError
 from draftloop.scheduler.batch import Sequence, Stage
 from draftloop.scheduler.scheduler import Scheduler
 from helpers import check_books, make_request, make_scheduler
-from schedules import add, emit, step
+from schedules import add, decode, emit, step
 
 
 def test_admission_waits_for_the_pages_of_prompt_and_first_block():
@@ -223,3 +223,16 @@ def test_who_comes_last_gives_way_to_a_prompt_whose_window_finds_no_page():
     assert not scheduler.num_preemptions
     plan = scheduler.plan()
     assert ([chunk.sequence for chunk in plan.chunks], plan.decodes, last.stage) == ([a], (), Stage.WAITING)
+
+
+def test_rows_keep_the_pages_ahead_of_them_while_requests_wait_for_a_row():
+    """Else each step would take them back, and tell the device of it."""
+    scheduler = make_scheduler(num_pages=17, max_num_seqs=1, max_model_len=256)
+    (a,) = add(scheduler, make_request("a", 20, max_tokens=200))
+    step(scheduler)
+    decode(scheduler, a, 12)
+    held = len(a.held[0].ids)
+    assert held * 16 > a.num_tokens + 2 * 16
+    add(scheduler, make_request("b", 20, max_tokens=200))
+    decode(scheduler, a, 3)
+    assert len(a.held[0].ids) == held

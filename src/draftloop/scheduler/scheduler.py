@@ -167,7 +167,8 @@ class Scheduler:
         sequence = self._next_waiting()
         if sequence is None or self._gathers():
             return False
-        return self._fits(sequence, self._find_prefix(sequence)) or self._outranks(sequence)
+        fits = bool(self._free_rows) and self._fits(sequence, self._find_prefix(sequence))
+        return fits or self._outranks(sequence)
 
     def _gathers(self) -> bool:
         """Prompts wait for more rows to become free, so that they run together; none that others give way to."""
@@ -289,10 +290,12 @@ class Scheduler:
     # ---- rows -------------------------------------------------------------------------------
 
     def _fits(self, sequence: Sequence, prefix: Prefix) -> bool:
-        return bool(self._free_rows) and self.row_pages.fits(sequence, prefix, num_running=len(self.running))
+        return self.row_pages.fits(sequence, prefix, num_running=len(self.running))
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting request a row and pages, those found among them."""
+        """Give a waiting request a row and pages, those found among them. False, if there are none."""
+        if not self._free_rows:
+            return False  # however many pages others give back
         prefix = self._find_prefix(sequence)
         if not self._fits(sequence, prefix):
             self.row_pages.take_back([s for s in self.running if s.stage is Stage.DECODE])
