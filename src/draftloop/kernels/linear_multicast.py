@@ -139,9 +139,9 @@ def linear_multicast(
     gated = kind == "gated"
     num_columns = weight_NK.shape[0] // (1 + gated)
     rows = tiles.rows // (1 + gated)
-    assert num_columns % rows == 0
-    assert tiles.blocks(num_tokens) > 1 or num_columns % (rows * tiles.cluster) == 0
-    assert size % COLUMNS == 0
+    assert tiles.fits(num_tokens, weight_NK.shape[0], size, kind)
+    assert out.is_contiguous()
+    assert bias_N is None or bias_N.dtype is x_TK.dtype is torch.bfloat16
     device = x_TK.device
     kernel = find_kernel(tiles, num_tokens, kind, device)
     product = Product(out.data_ptr(), None if bias_N is None else bias_N.data_ptr(), num_tokens, num_columns, size)
