@@ -21,7 +21,7 @@
 #   moe     mixtures of experts: a sweep over tiles, Qwen3-30B-A3B's shape plain and with drafts, tests (about 4 minutes)
 #   kernels  128 rows, the small kernels, tiles of a 1B model (about 1 minute)
 #   stream  a pass as one kernel: its tests, then the sweep that says where it is faster (about 1 minute)
-#   stream_wide  of it the passes of 9 to 64 tokens, which have not run on a GPU (about 1 minute)
+#   stream_wide  of it the passes of 9 to 64 tokens, whose kernel has not run as it is now (about 1 minute)
 #   linears  linears of 65 to 256 tokens: tests, a sweep that ends with entries for MEASURED, EAGLE-3 at 32 rows (4 minutes)
 #   all     bench, start, blocks, quant, sampling, tests
 # What has a time limit is interrupted at it, and keeps what it has written: numbers after each batch size and load.

@@ -180,7 +180,7 @@ def boxes(layer: LayerWeights, plan: Plan) -> list[Box]:
     return [
         Box(layer.qkv_EC[None], 8 * plan.qkv_tiles, plan.qkv_chunks),
         Box(layer.o_CQ[None], 8 * plan.hidden_tiles, plan.o_chunks),
-        Box(gate_up_2IC, 8 * plan.inner_tiles // plan.passes, plan.gate_up_chunks),
+        Box(gate_up_2IC, 8 * plan.inner_tiles // plan.passes // plan.cluster, plan.gate_up_chunks),
         Box(layer.down_CI[None], 8 * plan.hidden_tiles, plan.down_chunks),
     ]
 
@@ -226,21 +226,12 @@ class _Streamer:
         sizes = definitions(self._shape, self._plan, max_query_len=max_query_len, page_size=self._page_size)
         key = sizes["QUERY_TILES"]
         source = source_of(self._plan)
-        while key not in self._kernels:
-            sizes["CLUSTER"] = self._plan.cluster
+        if key not in self._kernels:
             found = load_kernel(source, sizes, source.stem, self._device)
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             ask("cuFuncSetAttribute", found, limit, self._plan.room.memory_bytes)
-            if self._plan.cluster == 1 or self._are_clusters_at_once(found):
-                self._kernels[key] = found
-            else:
-                self._plan = self._plan._replace(cluster=self._plan.cluster // 2)
+            self._kernels[key] = found
         return self._kernels[key]
-
-    def _are_clusters_at_once(self, kernel: Any) -> bool:
-        """Clusters are within groups of multiprocessors, whose sizes differ: some may be left over in each."""
-        clusters = ask("cuOccupancyMaxActiveClusters", kernel, _launch_config(self._plan, 0))
-        return clusters * self._plan.cluster >= self._plan.num_blocks
 
     def launch(
         self,

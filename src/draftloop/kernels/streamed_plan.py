@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -33,9 +32,10 @@ class Room(NamedTuple):
     scratch_bytes: int
     shared_bytes: int
     max_sums: int
-    """Tiles of 8 rows that registers hold the sums of."""
+    """Tiles of 8 rows that a thread's registers hold sums of."""
     max_hidden_tiles: int
     """Tiles that `shared_bytes` hold the residual stream of."""
+    max_qkv_tiles: int
 
     @property
     def memory_bytes(self) -> int:
@@ -104,7 +104,7 @@ class Plan(NamedTuple):
     tokens: int
     """Of `WIDTHS`."""
     cluster: int
-    """Blocks that bring tokens to each other."""
+    """Blocks that send each other sums: of many tokens, two multiply their rows with half of the columns each."""
     hidden_tiles: int
     """Tiles of 8 rows that a block owns of o and down."""
     inner_tiles: int
@@ -130,33 +130,39 @@ def width_of(num_tokens: int) -> int:
 
 def _room(width: int) -> Room:
     if width == FEW:
-        return Room(288, 5, 32 << 10, 34 << 10, max_sums=16, max_hidden_tiles=16)
-    return Room(384, 4, 72 << 10, 26 << 10, max_sums=28, max_hidden_tiles=8)
+        return Room(288, 5, 32 << 10, 34 << 10, max_sums=16, max_hidden_tiles=16, max_qkv_tiles=16)
+    return Room(384, 4, 72 << 10, 26 << 10, max_sums=28, max_hidden_tiles=5, max_qkv_tiles=7)
 
 
 @functools.cache
 def make_plan(shape: Shape, num_sms: int, width: int) -> Plan | None:
     """None: heads have another size than the kernel's, or rows cannot be divided evenly among at most so many blocks,
     or columns among stages."""
-    limits, is_wide = _room(width), width > FEW
-    if shape.head_dim not in (64, 128) or any(size % 64 for size in (shape.hidden, shape.inner)):
+    limits, cluster = _room(width), 1 if width == FEW else 2
+    if shape.head_dim not in (64, 128) or any(
+        size % (64 * cluster) for size in (shape.hidden, shape.inner, shape.query)
+    ):
         return None
     rows = (shape.hidden // 8, shape.inner // 8, shape.qkv // 8)
-    hidden, inner, qkv = shares = [_share(tiles, num_sms) for tiles in rows]
-    passes = next(n for n in range(1, inner + 1) if inner % n == 0 and 2 * inner // n <= limits.max_sums)
-    sizes = (shape.query, shape.hidden, shape.inner, shape.hidden)
-    tiles = (hidden, 2 * inner // passes, hidden, qkv)
+    # two groups of warps have a half each of gates
+    hidden, inner, qkv = shares = [
+        _share(tiles, num_sms, step) for tiles, step in zip(rows, (1, cluster, 1), strict=True)
+    ]
+    passes = next(n for n in range(1, inner + 1) if inner % n == 0 and 2 * inner // n <= limits.max_sums * cluster)
+    sizes = (shape.query // cluster, shape.hidden, shape.inner // cluster, shape.hidden // cluster)
+    tiles = (hidden * cluster, 2 * inner // passes, hidden * cluster, qkv * cluster)
     o, gate_up, down, last = chunks = [_chunks(size, num_tiles) for size, num_tiles in zip(sizes, tiles, strict=True)]
     blocks = [tiles // share for tiles, share in zip(rows, shares, strict=True)]
-    if not all(chunks) or hidden > limits.max_hidden_tiles or qkv > limits.max_sums or (is_wide and passes > 1):
+    if not all(chunks) or hidden > limits.max_hidden_tiles or qkv > limits.max_qkv_tiles:
         return None
-    cluster = math.gcd(4, *blocks) if is_wide else 1
+    if cluster == 2 and (passes > 1 or any(count % 2 for count in blocks)):
+        return None
     return Plan(width, cluster, hidden, inner, qkv, passes, o, gate_up, down, last, max(blocks))
 
 
-def _share(tiles: int, num_sms: int) -> int:
+def _share(tiles: int, num_sms: int, step: int) -> int:
     """Tiles of each block: as few as every block has alike."""
-    return next(n for n in range(1, tiles + 1) if tiles % n == 0 and tiles // n <= num_sms)
+    return next(n for n in range(step, tiles + step, step) if tiles % n == 0 and tiles // n <= num_sms)
 
 
 def _chunks(size: int, tiles: int) -> int:

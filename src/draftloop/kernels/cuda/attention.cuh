@@ -82,35 +82,57 @@ __device__ __forceinline__ Share share_of(const Batch& batch, int item)
     return share;
 }
 
-// Asks for this warp's tile, from `first` on, if the cache has it. Its values come to shared memory.
-__device__ __forceinline__ void ask_for_tile(Keys& keys, uint4* values, const Share& share, int first,
-                                             const uint4* cached_keys, const uint4* cached_values, const Thread& me)
+// Where a thread's part of a tile begins, which the cache has; `live`: how many of its keys are some.
+struct Tile {
+    long long at;
+    int live;
+    __device__ Tile(const Share& share, int tile, int page)
+    {
+        const int key = (tile - 1) * KEYS;
+        live = share.num_old - key;
+        at = (((long long)page * PAGE_SIZE + key % PAGE_SIZE) * KV_HEADS + share.kv_head) * CHUNKS;
+    }
+};
+__device__ __forceinline__ void ask_for_keys(Keys& keys, const Tile& tile, const uint4* cached_keys, u32 lane)
 {
-    const int tile = first + me.warp;
-    if (tile == 0 || tile >= share.end) return;
-    const int key = (tile - 1) * KEYS, live = share.num_old - key;
-    const int page = first == share.begin ? share.page : share.pages[key / PAGE_SIZE];
-    const long long slot = (long long)page * PAGE_SIZE + key % PAGE_SIZE;
-    const long long at = (slot * KV_HEADS + share.kv_head) * CHUNKS;
-    int thread = threadIdx.x;
-    forget(thread);  // else what follows from it would be kept from layer to layer, which registers have no room for
-    const u32 warp = thread / 32u, lane = thread % 32u;
     #pragma unroll
     for (int half = 0; half < 2; half++)
         #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i++) {
             const u32 line = lane / 4 + 8 * half;
             keys.part[i][half] = make_uint4(0, 0, 0, 0);
-            if ((int)line < live)
-                keys.part[i][half] = load_four(cached_keys + at + line * (KV_HEADS * CHUNKS) + 4 * i + lane % 4);
+            if ((int)line < tile.live)
+                keys.part[i][half] = load_four(cached_keys + tile.at + line * (KV_HEADS * CHUNKS) + 4 * i + lane % 4);
         }
+}
+__device__ __forceinline__ void ask_for_values(uint4* values, const Tile& tile, const uint4* cached_values, u32 warp,
+                                               u32 lane)
+{
     #pragma unroll
     for (int i = 0; i < KEYS * CHUNKS / 32; i++) {
         const u32 line = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
-        const bool is_live = (int)line < live;  // what is no key may be anything, NaN too
+        const bool is_live = (int)line < tile.live;  // what is no key may be anything, NaN too
         copy_later(values + place(warp * KEYS + line, chunk),
-                   cached_values + at + (is_live ? line * (KV_HEADS * CHUNKS) + chunk : 0), !is_live);
+                   cached_values + tile.at + (is_live ? line * (KV_HEADS * CHUNKS) + chunk : 0), !is_live);
     }
+}
+
+// Below 0: the cache has no such tile.
+__device__ __forceinline__ int page_of(const Share& share, int tile)
+{
+    return tile == 0 || tile >= share.end ? -1 : share.pages[(tile - 1) * KEYS / PAGE_SIZE];
+}
+// Asks for this warp's tile, from `first` on, if the cache has it. Its values come to shared memory.
+__device__ __forceinline__ void ask_for_tile(Keys& keys, uint4* values, const Share& share, int first,
+                                             const uint4* cached_keys, const uint4* cached_values, const Thread& me)
+{
+    const int tile = first + me.warp;
+    if (tile == 0 || tile >= share.end) return;
+    const Tile asked(share, tile, first == share.begin ? share.page : page_of(share, tile));
+    int thread = threadIdx.x;
+    forget(thread);  // else what follows from it would be kept from layer to layer, which registers have no room for
+    ask_for_keys(keys, asked, cached_keys, thread % 32u);
+    ask_for_values(values, asked, cached_values, thread / 32u, thread % 32u);
 }
 
 // 8 dimensions, and those half a head further on, turned by their angles.
@@ -130,7 +152,8 @@ __device__ __forceinline__ void rotate(uint4& first, uint4& second, const float*
 __device__ __forceinline__ bool is_there(const uint4& x) { return max(max(x.x, x.y), max(x.z, x.w)) != EMPTY; }
 
 // This pass's queries; for the split that begins with them, its keys and values, which go to the cache too.
-__device__ __forceinline__ void take_in(AttentionMemory& memory, uint4* values, const uint4* qkv, const Share& share,
+template <class Memory>
+__device__ __forceinline__ void take_in(Memory& memory, uint4* values, const uint4* qkv, const Share& share,
                                         const float (&angles)[ROW_TOKENS][HEAD_DIM], const Batch& batch,
                                         uint4* cached_keys, uint4* cached_values)
 {

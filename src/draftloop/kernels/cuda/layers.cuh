@@ -1,4 +1,4 @@
-// What passes of few and of many tokens have in common: layers, and how a block asks for its weights.
+// What passes of few and of many tokens have in common: layers, and the order in which a block asks for weights.
 //
 // streamed_plan.py defines the sizes: HIDDEN, QUERY, INNER, QKV; of each matrix the tiles of 8 rows that a block owns
 // and the chunks of 64 columns in a stage; TOKENS; SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and those of
@@ -8,7 +8,6 @@
 
 constexpr int HIDDEN_ROWS = HIDDEN_TILES * 8, INNER_ROWS = INNER_TILES * 8, QKV_ROWS = QKV_TILES * 8;
 constexpr int HIDDEN_BLOCKS = HIDDEN / HIDDEN_ROWS, INNER_BLOCKS = INNER / INNER_ROWS, QKV_BLOCKS = QKV / QKV_ROWS;
-constexpr int PASS_TILES = INNER_TILES / PASSES;  // of gates in a pass, and as many of what they multiply
 static_assert(QUERY == HEADS * HEAD_DIM && QKV == ALL_HEADS * HEAD_DIM, "heads");
 
 struct Tensors { const u32 *attention_norm, *mlp_norm; uint4 *keys, *values; };  // of a layer
@@ -37,25 +36,16 @@ struct Pass {
     int set_words;        // from one set to the next
 };
 
-__device__ __forceinline__ void fetch_all(Ring ring, const Pass& pass)
+// Calls `fetch_layer(maps)` for each layer, by one thread of a warp.
+template <class Fetch> __device__ __forceinline__ void fetch_all(const Pass& pass, Fetch fetch_layer)
 {
-    const int block = blockIdx.x, lane = threadIdx.x % 32;
-    const u64 policy = read_once();  // the cache is better used for what is read again
+    const int lane = threadIdx.x % 32;
     for (int index = 0; index < pass.num_layers; index++) {
         const int first = index ? index + 1 : 0, last = min(index + 2, pass.num_layers);  // maps are slow to arrive
         for (int i = first * MATRICES + lane; i < last * MATRICES; i += 32)
             make_ready(pass.layers[i / MATRICES].maps[i % MATRICES]);
         __syncwarp();
-        if (lane) continue;
-        const TensorMap(&maps)[MATRICES] = pass.layers[index].maps;
-        if (block < QKV_BLOCKS) fetch<HIDDEN, QKV_TILES, QKV_CHUNKS>(ring, maps[QKV_MATRIX], block * QKV_ROWS, policy);
-        if (block < HIDDEN_BLOCKS)
-            fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(ring, maps[O_MATRIX], block * HIDDEN_ROWS, policy);
-        if (block < INNER_BLOCKS)
-            for (int row = block * INNER_ROWS; row < (block + 1) * INNER_ROWS; row += PASS_TILES * 8)
-                fetch<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(ring, maps[GATE_UP_MATRIX], row, policy);
-        if (block < HIDDEN_BLOCKS)
-            fetch<INNER, HIDDEN_TILES, DOWN_CHUNKS>(ring, maps[DOWN_MATRIX], block * HIDDEN_ROWS, policy);
+        if (lane == 0) fetch_layer(pass.layers[index].maps);
     }
 }
 

@@ -9,6 +9,8 @@
 // So a layer's addresses are asked for two layers ahead, and its norms' weights before attention.
 #include "layers.cuh"
 
+constexpr int PASS_TILES = INNER_TILES / PASSES;  // of gates in a pass, and as many of what they multiply
+
 struct Shared {
     u64 filled[SLOTS], freed[SLOTS];
     float scale[TOKENS];
@@ -128,6 +130,22 @@ __device__ __forceinline__ void ask_for_tensors(Shared& shared, const Pass& pass
                    (const u32*)&pass.layers[index].tensors + threadIdx.x);
 }
 
+__device__ __forceinline__ void fetch_weights(Ring ring, const Pass& pass)
+{
+    const int block = blockIdx.x;
+    const u64 policy = read_once();  // the cache is better used for what is read again
+    fetch_all(pass, [&](const TensorMap(&maps)[MATRICES]) {
+        if (block < QKV_BLOCKS) fetch<HIDDEN, QKV_TILES, QKV_CHUNKS>(ring, maps[QKV_MATRIX], block * QKV_ROWS, policy);
+        if (block < HIDDEN_BLOCKS)
+            fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(ring, maps[O_MATRIX], block * HIDDEN_ROWS, policy);
+        if (block < INNER_BLOCKS)
+            for (int row = block * INNER_ROWS; row < (block + 1) * INNER_ROWS; row += PASS_TILES * 8)
+                fetch<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(ring, maps[GATE_UP_MATRIX], row, policy);
+        if (block < HIDDEN_BLOCKS)
+            fetch<INNER, HIDDEN_TILES, DOWN_CHUNKS>(ring, maps[DOWN_MATRIX], block * HIDDEN_ROWS, policy);
+    });
+}
+
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(const __grid_constant__ Pass pass)
 {
     unsigned char* memory = shared_memory();
@@ -144,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        fetch_all(ring, pass);
+        fetch_weights(ring, pass);
         return;
     }
 
