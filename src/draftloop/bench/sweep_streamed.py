@@ -51,6 +51,8 @@ CASES = [
     Case("llama-3.1-8b", 6, 8, 6),
     Case("llama-3.2-1b", 16, 32, 1),
     Case("llama-3.1-8b", 6, 32, 1),
+    Case("llama-3.1-8b", 6, 2, 6),
+    Case("llama-3.1-8b", 6, 10, 6),
 ]
 
 
