@@ -25,6 +25,7 @@ from torch import Tensor
 
 from draftloop.config import EngineConfig
 from draftloop.distributed.launcher import Ranks
+from draftloop.engine.core import EngineCore
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import ModeSetting, Phase
 from draftloop.graphs.program import Recorder
@@ -107,6 +108,11 @@ def make_request(name: str, num_prompt: int, *, max_tokens: int = 8, **options: 
         eos_ids=frozenset(),
         **options,
     )
+
+
+def answering(core: EngineCore) -> list[Request]:
+    """Rows that have said something; what is drafted for them follows it."""
+    return [sequence for sequence in core.scheduler.running if sequence.output_ids]
 
 
 def check_books(scheduler: Scheduler, *, num_rows: int) -> None:

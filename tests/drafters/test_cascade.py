@@ -14,6 +14,7 @@ from example_drafters import repeat_suffix
 from heads import head_config, head_weights, tiny_head, wide_head
 from helpers import (
     VOCAB,
+    answering,
     answers,
     engine,
     greedy,
@@ -62,14 +63,13 @@ def test_each_row_has_the_drafts_of_the_first_that_has_any(whole):
     seen = set()
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                found = lookup_reference(tokens, K, 1, 3)
-                by = int(found[0] < 0)
-                assert state.drafts_MK[sequence.row].tolist() == (eagle_drafts(tokens) if by else found)
-                assert state.drafted_by_M[sequence.row] == by
-                seen.add(by)
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            found = lookup_reference(tokens, K, 1, 3)
+            by = int(found[0] < 0)
+            assert state.drafts_MK[sequence.row].tolist() == (eagle_drafts(tokens) if by else found)
+            assert state.drafted_by_M[sequence.row] == by
+            seen.add(by)
 
     run_through(llm, check)
     assert seen == {0, 1}
@@ -97,7 +97,7 @@ def test_what_the_host_drafts_comes_first_and_the_head_reads_on():
                 assert state.drafts_MK[sequence.row].tolist() == expected
                 seen.add(bool(said))
             if sequence.output_ids:
-                known[sequence.number] = sequence.prompt_ids + sequence.output_ids
+                known[sequence.number] = sequence.token_ids
 
     run_through(llm, check)
     assert seen == {True, False}
@@ -111,14 +111,13 @@ def test_what_was_not_drawn_counts_as_certain():
     seen = set()
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                probs, drafts = state.draft_probs_MKV[sequence.row], state.drafts_MK[sequence.row]
-                certain = torch.nn.functional.one_hot(drafts.clamp(min=0).long(), VOCAB).float()
-                by = int(state.drafted_by_M[sequence.row])
-                assert torch.equal(probs, certain) == (by == 0)
-                torch.testing.assert_close(probs.sum(-1), torch.ones(K))
-                seen.add(by)
+        for sequence in answering(core):
+            probs, drafts = state.draft_probs_MKV[sequence.row], state.drafts_MK[sequence.row]
+            certain = torch.nn.functional.one_hot(drafts.clamp(min=0).long(), VOCAB).float()
+            by = int(state.drafted_by_M[sequence.row])
+            assert torch.equal(probs, certain) == (by == 0)
+            torch.testing.assert_close(probs.sum(-1), torch.ones(K))
+            seen.add(by)
 
     run_through(llm, check)
     assert seen == {0, 1}
@@ -146,7 +145,7 @@ def test_a_request_says_which_drafters_it_asks_and_in_which_order(whole):
         for sequence in core.scheduler.running:
             if not sequence.output_ids:
                 continue
-            tokens, index = sequence.prompt_ids + sequence.output_ids, int(sequence.request_id)
+            tokens, index = sequence.token_ids, int(sequence.request_id)
             wish = (wishes[index] if index < len(wishes) else None) or ("ngram", "eagle3")
             drafts = {"ngram": lookup_reference(tokens, K, 1, 3), "eagle3": eagle_drafts(tokens)}
             by = next((name for name in wish if drafts[name][0] >= 0), None)

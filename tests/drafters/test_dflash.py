@@ -19,7 +19,7 @@ from draftloop.graphs.phase import Launch, ModeSetting
 from draftloop.graphs.program import in_place
 from draftloop.request import SamplingParams
 from heads import DRAFT_VOCAB
-from helpers import VOCAB, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
+from helpers import VOCAB, answering, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
 
 K = 5
 BASE = block_config()
@@ -78,13 +78,12 @@ def test_drafts_are_the_references_after_every_step(name):
 
     def check() -> None:
         nonlocal longest
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                drafts, _ = other.drafts(tokens, aux_states(config, tokens), K)
-                assert state.drafts_MK[sequence.row].tolist() == drafts
-                lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
-                longest = max(longest, len(tokens))
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            drafts, _ = other.drafts(tokens, aux_states(config, tokens), K)
+            assert state.drafts_MK[sequence.row].tolist() == drafts
+            lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
+            longest = max(longest, len(tokens))
 
     run_through(llm, check)
     assert len(lengths) >= 4, "blocks end at many places"
@@ -102,7 +101,7 @@ def test_context_and_block_are_the_references_number_by_number(name):
 
     def check() -> None:
         for sequence in core.scheduler.running:
-            tokens = sequence.prompt_ids + sequence.output_ids
+            tokens = sequence.token_ids
             count, pages = len(tokens) - 1, state.page_table_MN[sequence.row].long()
             aux = aux_states(config, tokens)[:count]
             cached = kv[:, :, pages].flatten(2, 3)[:, :, :count]
@@ -151,7 +150,7 @@ def test_the_reference_holds_on_each_device(device, sinks):
         while not core.idle:
             core.step()
             for sequence in core.scheduler.running:
-                tokens = sequence.prompt_ids + sequence.output_ids
+                tokens = sequence.token_ids
                 drafts, _ = other.drafts(tokens, aux_states(config, tokens, target), K)
                 same += [a == b for a, b in zip(state.drafts_MK[sequence.row].tolist(), drafts, strict=True)]
     assert len(same) > 60
@@ -169,11 +168,10 @@ def test_the_reference_holds_in_every_mode(mode):
     seen = []
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                assert state.drafts_MK[sequence.row].tolist() == other.drafts(tokens, aux_states(config, tokens), K)[0]
-                seen.append(len(tokens))
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            assert state.drafts_MK[sequence.row].tolist() == other.drafts(tokens, aux_states(config, tokens), K)[0]
+            seen.append(len(tokens))
 
     run_through(llm, check)
     assert len(seen) >= 8
@@ -190,17 +188,16 @@ def test_sampled_drafts_keep_the_distributions_that_they_were_drawn_from(name):
     seen = []
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                _, logits = other.drafts(tokens, aux_states(config, tokens), K)
-                expected = torch.zeros(K, VOCAB)
-                expected[:, other.ids] = (logits / 2.0).softmax(-1)
-                probs = state.draft_probs_MKV[sequence.row]
-                torch.testing.assert_close(probs, expected, rtol=1e-3, atol=1e-5)
-                drafts = state.drafts_MK[sequence.row]
-                assert (probs.gather(1, drafts.long()[:, None]) > 0).all()
-                seen.append(tuple(drafts.tolist()))
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            _, logits = other.drafts(tokens, aux_states(config, tokens), K)
+            expected = torch.zeros(K, VOCAB)
+            expected[:, other.ids] = (logits / 2.0).softmax(-1)
+            probs = state.draft_probs_MKV[sequence.row]
+            torch.testing.assert_close(probs, expected, rtol=1e-3, atol=1e-5)
+            drafts = state.drafts_MK[sequence.row]
+            assert (probs.gather(1, drafts.long()[:, None]) > 0).all()
+            seen.append(tuple(drafts.tolist()))
 
     run_through(llm, check)
     assert len(set(seen)) > 8
@@ -217,12 +214,11 @@ def test_rows_stop_drafting_at_the_drafters_length_and_neighbours_go_on():
     asked, fits = [prompts(1)[0][:4], [7, 9] * 12, [5] * 40], set()
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                drafts = state.drafts_MK[sequence.row].tolist()
-                fit = min(max(30 - sequence.num_prompt - len(sequence.output_ids), 0), 3)
-                assert [d >= 0 for d in drafts] == [i < fit for i in range(3)]
-                fits.add(fit)
+        for sequence in answering(core):
+            drafts = state.drafts_MK[sequence.row].tolist()
+            fit = min(max(30 - sequence.num_tokens, 0), 3)
+            assert [d >= 0 for d in drafts] == [i < fit for i in range(3)]
+            fits.add(fit)
 
     for i, prompt in enumerate(asked):
         core.add(str(i), prompt, greedy(40))

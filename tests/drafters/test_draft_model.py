@@ -15,6 +15,7 @@ from draftloop.graphs.phase import Launch, ModeSetting
 from draftloop.request import SamplingParams
 from helpers import (
     MODES,
+    answering,
     answers,
     assert_all_free,
     engine,
@@ -98,11 +99,10 @@ def test_drafts_are_what_the_draft_model_alone_would_say(mode):
     seen = []
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                assert state.drafts_MK[sequence.row].tolist() == oracle(tokens, K, model=near_draft())
-                seen.append(sequence.request_id)
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            assert state.drafts_MK[sequence.row].tolist() == oracle(tokens, K, model=near_draft())
+            seen.append(sequence.request_id)
 
     run_through(llm, check)
     assert len(seen) > 20

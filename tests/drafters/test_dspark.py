@@ -20,6 +20,7 @@ from draftloop.request import SamplingParams
 from heads import DRAFT_VOCAB, write_head
 from helpers import (
     VOCAB,
+    answering,
     answers,
     assert_all_free,
     engine,
@@ -71,19 +72,18 @@ def test_drafts_and_confidences_are_the_references_after_every_step(name):
 
     def check() -> None:
         nonlocal corrected
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                aux = aux_states(config, tokens)
-                drafts, _, confidence = other.all(tokens, aux, K)
-                assert state.drafts_MK[sequence.row].tolist() == drafts
-                if config.heads.confidence:
-                    ours = drafter.confidence_MK[sequence.row]
-                    torch.testing.assert_close(ours, confidence, rtol=1e-4, atol=1e-5)
-                first = 0 if config.samples_from_anchor else 1
-                hidden = other.block(tokens[-1], aux[: len(tokens) - 1], K + first)[first:]
-                corrected += [int(other.ids[i]) for i in (hidden @ other.head.T).argmax(-1)] != drafts
-                lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            aux = aux_states(config, tokens)
+            drafts, _, confidence = other.all(tokens, aux, K)
+            assert state.drafts_MK[sequence.row].tolist() == drafts
+            if config.heads.confidence:
+                ours = drafter.confidence_MK[sequence.row]
+                torch.testing.assert_close(ours, confidence, rtol=1e-4, atol=1e-5)
+            first = 0 if config.samples_from_anchor else 1
+            hidden = other.block(tokens[-1], aux[: len(tokens) - 1], K + first)[first:]
+            corrected += [int(other.ids[i]) for i in (hidden @ other.head.T).argmax(-1)] != drafts
+            lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
 
     with torch.no_grad():
         run_through(llm, check)
@@ -102,17 +102,16 @@ def test_each_sampled_draft_is_drawn_from_what_the_one_before_leaves(name):
     seen = []
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                drawn = state.drafts_MK[sequence.row].tolist()
-                _, logits, _ = other.all(tokens, aux_states(config, tokens), K, said=drawn)
-                expected = torch.zeros(K, VOCAB)
-                expected[:, other.ids] = (logits / 2.0).softmax(-1)
-                probs = state.draft_probs_MKV[sequence.row]
-                torch.testing.assert_close(probs, expected, rtol=1e-3, atol=1e-5)
-                assert (probs.gather(1, torch.tensor(drawn)[:, None]) > 0).all()
-                seen.append(tuple(drawn))
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            drawn = state.drafts_MK[sequence.row].tolist()
+            _, logits, _ = other.all(tokens, aux_states(config, tokens), K, said=drawn)
+            expected = torch.zeros(K, VOCAB)
+            expected[:, other.ids] = (logits / 2.0).softmax(-1)
+            probs = state.draft_probs_MKV[sequence.row]
+            torch.testing.assert_close(probs, expected, rtol=1e-3, atol=1e-5)
+            assert (probs.gather(1, torch.tensor(drawn)[:, None]) > 0).all()
+            seen.append(tuple(drawn))
 
     run_through(llm, check)
     assert len(set(seen)) > 8
@@ -217,15 +216,14 @@ def test_drafts_end_where_the_product_of_confidences_falls_below_the_threshold(w
         core.add(str(i), prompt, greedy(24))
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                drafts, _, confidence = other.all(tokens, aux_states(CONFIGS["vanilla"], tokens), K)
-                product = confidence.cumprod(0)
-                assert (product - threshold).abs().min() > 1e-4, "the reference cannot tell"
-                kept = int((product >= threshold).sum())
-                assert state.drafts_MK[sequence.row].tolist() == drafts[:kept] + [-1] * (K - kept)
-                lengths[sequence.request_id].append(kept)
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            drafts, _, confidence = other.all(tokens, aux_states(CONFIGS["vanilla"], tokens), K)
+            product = confidence.cumprod(0)
+            assert (product - threshold).abs().min() > 1e-4, "the reference cannot tell"
+            kept = int((product >= threshold).sum())
+            assert state.drafts_MK[sequence.row].tolist() == drafts[:kept] + [-1] * (K - kept)
+            lengths[sequence.request_id].append(kept)
 
     with torch.no_grad():
         ended = run_through(llm, check)

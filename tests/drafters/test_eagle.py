@@ -15,7 +15,7 @@ from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import ModeSetting
 from draftloop.request import SamplingParams
 from heads import DRAFT_VOCAB, head_config, head_weights, tiny_head, wide_config, wide_head
-from helpers import VOCAB, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
+from helpers import VOCAB, answering, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
 
 K = 5
 
@@ -83,13 +83,12 @@ def test_drafts_and_hidden_states_are_the_references_after_every_step(name):
     lengths = set()
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                drafts, hidden, _ = other.chain(tokens, aux_states(config, tokens), K)
-                assert state.drafts_MK[sequence.row].tolist() == drafts
-                assert (drafter.hidden_MC[sequence.row] - hidden).norm() < 1e-4 * hidden.norm()
-                lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            drafts, hidden, _ = other.chain(tokens, aux_states(config, tokens), K)
+            assert state.drafts_MK[sequence.row].tolist() == drafts
+            assert (drafter.hidden_MC[sequence.row] - hidden).norm() < 1e-4 * hidden.norm()
+            lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
 
     run_through(llm, check)
     assert len(lengths) >= 4, "blocks end at many places"
@@ -124,7 +123,7 @@ def test_the_reference_holds_on_each_device(device, method):
         while not core.idle:
             core.step()
             for sequence in core.scheduler.running:
-                tokens = sequence.prompt_ids + sequence.output_ids
+                tokens = sequence.token_ids
                 streams, final = hf_states(folder, tokens)
                 aux = final if method == "eagle" else torch.cat([streams[i] for i in config.layer_ids or ()], -1)
                 drafts, hidden, _ = other.chain(tokens, aux, K)
@@ -148,11 +147,10 @@ def test_the_reference_holds_in_every_mode(mode):
     seen = []
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                assert state.drafts_MK[sequence.row].tolist() == other.chain(tokens, aux_states(config, tokens), K)[0]
-                seen.append(len(tokens))
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            assert state.drafts_MK[sequence.row].tolist() == other.chain(tokens, aux_states(config, tokens), K)[0]
+            seen.append(len(tokens))
 
     run_through(llm, check)
     assert len(seen) > 8
@@ -169,18 +167,17 @@ def test_sampled_drafts_keep_the_distribution_that_they_were_drawn_from(name):
     seen = []
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                logits = other.chain(tokens, aux_states(config, tokens), 1)[2][0]
-                expected = torch.zeros(VOCAB)
-                expected[other.target_ids()] = (logits / 2.0).softmax(-1)
-                probs = state.draft_probs_MKV[sequence.row]
-                torch.testing.assert_close(probs[0], expected, rtol=1e-3, atol=1e-5)
-                torch.testing.assert_close(probs.sum(-1), torch.ones(K))
-                drafts = state.drafts_MK[sequence.row]
-                assert (probs.gather(1, drafts.long()[:, None]) > 0).all()
-                seen.append(tuple(drafts.tolist()))
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            logits = other.chain(tokens, aux_states(config, tokens), 1)[2][0]
+            expected = torch.zeros(VOCAB)
+            expected[other.target_ids()] = (logits / 2.0).softmax(-1)
+            probs = state.draft_probs_MKV[sequence.row]
+            torch.testing.assert_close(probs[0], expected, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(probs.sum(-1), torch.ones(K))
+            drafts = state.drafts_MK[sequence.row]
+            assert (probs.gather(1, drafts.long()[:, None]) > 0).all()
+            seen.append(tuple(drafts.tolist()))
 
     run_through(llm, check)
     assert len(set(seen)) > 8
@@ -215,7 +212,7 @@ def test_aux_states_are_those_of_transformers(name):
     torch.testing.assert_close(prompt_states, aux_states(config, prompt), rtol=1e-4, atol=1e-4)
     for _ in range(2):
         (sequence,) = core.scheduler.running
-        known = sequence.prompt_ids + sequence.output_ids
+        known = sequence.token_ids
         block = core.worker.state.drafts_MK[sequence.row].tolist()
         core.step()
         verified = aux_states(config, known + block)[len(known) - 1 :]
@@ -238,7 +235,7 @@ def test_the_cache_of_accepted_positions_is_made_from_true_states(name):
     while not core.idle:
         core.step()
         for sequence in core.scheduler.running:
-            tokens = sequence.prompt_ids + sequence.output_ids
+            tokens = sequence.token_ids
             # the bonus token's pair is the last with a state of the target; the chain wrote what follows
             snapshots.append((tokens, cached(sequence.row, len(tokens) - 1)))
     assert len(snapshots) > 6
@@ -291,7 +288,7 @@ def test_rows_stop_drafting_at_the_heads_length_and_neighbours_go_on(by, overlap
         for sequence in core.scheduler.running:
             if sequence.output_ids and not overlap:
                 drafts = state.drafts_MK[sequence.row].tolist()
-                length = sequence.num_prompt + len(sequence.output_ids)
+                length = sequence.num_tokens
                 fit = min(max(30 - length, 0), 3)
                 assert [d >= 0 for d in drafts] == [i < fit for i in range(3)], length
                 seen[length] = fit

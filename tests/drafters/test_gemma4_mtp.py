@@ -26,7 +26,7 @@ from gemma4 import (
     random_weights,
     write,
 )
-from helpers import VOCAB, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
+from helpers import VOCAB, answering, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
 
 K = 3
 
@@ -99,9 +99,8 @@ def steps(llm: LLM, asked: list[list[int]], max_tokens: int, check: Any) -> None
         core.add(str(i), prompt, greedy(max_tokens))
 
     def look() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                check(sequence, sequence.prompt_ids + sequence.output_ids)
+        for sequence in answering(core):
+            check(sequence, sequence.token_ids)
 
     run_through(llm, look)
 
@@ -192,19 +191,18 @@ def test_sampled_drafts_keep_the_distribution_that_they_were_drawn_from(ordered)
         core.add(str(i), prompt, SamplingParams(temperature=2.0, max_tokens=8, seed=i))
 
     def look() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                logits = chain(tokens, 1, ordered=ordered)[2][0]
-                if ordered:
-                    logits = logits.masked_fill(logits == logits.min(), float("-inf"))
-                probs = state.draft_probs_MKV[sequence.row]
-                torch.testing.assert_close(probs[0], (logits / 2.0).softmax(-1), rtol=1e-3, atol=1e-5)
-                if ordered:
-                    assert probs.count_nonzero(-1).tolist() == [6 * VOCAB // 16] * K
-                drafts = state.drafts_MK[sequence.row].long()
-                assert (probs.gather(1, drafts[:, None]) > 0).all()
-                counted.append(tuple(drafts.tolist()))
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            logits = chain(tokens, 1, ordered=ordered)[2][0]
+            if ordered:
+                logits = logits.masked_fill(logits == logits.min(), float("-inf"))
+            probs = state.draft_probs_MKV[sequence.row]
+            torch.testing.assert_close(probs[0], (logits / 2.0).softmax(-1), rtol=1e-3, atol=1e-5)
+            if ordered:
+                assert probs.count_nonzero(-1).tolist() == [6 * VOCAB // 16] * K
+            drafts = state.drafts_MK[sequence.row].long()
+            assert (probs.gather(1, drafts[:, None]) > 0).all()
+            counted.append(tuple(drafts.tolist()))
 
     run_through(llm, look)
     assert len(set(counted)) > 8

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from draftloop.errors import ConfigError
-from helpers import answers, engine, greedy, lookup_reference, make_engine, oracle, prompts, run_through
+from helpers import answering, answers, engine, greedy, lookup_reference, make_engine, oracle, prompts, run_through
 
 K = 3
 
@@ -148,11 +148,10 @@ def test_drafts_are_looked_up_in_all_that_was_accepted(low, high):
     found = []
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                want = lookup_reference(sequence.prompt_ids + sequence.output_ids, 4, low, high)
-                assert state.drafts_MK[sequence.row].tolist() == want
-                found.append(want[0] >= 0)
+        for sequence in answering(core):
+            want = lookup_reference(sequence.token_ids, 4, low, high)
+            assert state.drafts_MK[sequence.row].tolist() == want
+            found.append(want[0] >= 0)
 
     run_through(llm, check)
     assert set(found) == {True, False}

@@ -17,7 +17,7 @@ from draftloop.drafters.medusa_config import MEDUSA_PRESETS, TOKEN_MAP, MedusaCo
 from draftloop.errors import ConfigError
 from draftloop.request import SamplingParams
 from heads import tiny_head
-from helpers import VOCAB, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
+from helpers import VOCAB, answering, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
 from medusa_heads import medusa_config, medusa_json, medusa_weights, tiny_medusa
 
 K = 4
@@ -90,11 +90,10 @@ def test_drafts_are_the_references_after_every_step(name):
     lengths = set()
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                logits, ids = reference(name, sequence.prompt_ids + sequence.output_ids)
-                assert state.drafts_MK[sequence.row].tolist() == ids[logits.argmax(-1)].tolist()
-                lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
+        for sequence in answering(core):
+            logits, ids = reference(name, sequence.token_ids)
+            assert state.drafts_MK[sequence.row].tolist() == ids[logits.argmax(-1)].tolist()
+            lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
 
     run_through(llm, check)
     assert len(lengths) >= 4, "blocks end at many places"
@@ -110,16 +109,15 @@ def test_logits_are_the_references_number_by_number(name):
     seen = []
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                logits, ids = reference(name, sequence.prompt_ids + sequence.output_ids)
-                expected = torch.zeros(K, VOCAB)
-                expected[:, ids] = (logits / 2.0).softmax(-1)
-                probs = state.draft_probs_MKV[sequence.row]
-                torch.testing.assert_close(probs, expected, rtol=1e-4, atol=1e-6)
-                drafts = state.drafts_MK[sequence.row]
-                assert (probs.gather(1, drafts.long()[:, None]) > 0).all()
-                seen.append(tuple(drafts.tolist()))
+        for sequence in answering(core):
+            logits, ids = reference(name, sequence.token_ids)
+            expected = torch.zeros(K, VOCAB)
+            expected[:, ids] = (logits / 2.0).softmax(-1)
+            probs = state.draft_probs_MKV[sequence.row]
+            torch.testing.assert_close(probs, expected, rtol=1e-4, atol=1e-6)
+            drafts = state.drafts_MK[sequence.row]
+            assert (probs.gather(1, drafts.long()[:, None]) > 0).all()
+            seen.append(tuple(drafts.tolist()))
 
     run_through(llm, check)
     assert len(set(seen)) > 8

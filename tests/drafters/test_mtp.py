@@ -31,6 +31,7 @@ from helpers import (
     HIDDEN,
     LAYERS,
     VOCAB,
+    answering,
     answers,
     engine,
     greedy,
@@ -84,13 +85,12 @@ def test_drafts_and_hidden_states_are_the_references_after_every_step(style, var
         core.add(str(i), prompt, greedy(14))
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                drafts, hidden, _ = other.chain(tokens, hf_states(tiny_model(), tokens)[1], K)
-                assert state.drafts_MK[sequence.row].tolist() == drafts
-                assert (drafter.hidden_MC[sequence.row] - hidden).norm() < 1e-4 * hidden.norm()
-                lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            drafts, hidden, _ = other.chain(tokens, hf_states(tiny_model(), tokens)[1], K)
+            assert state.drafts_MK[sequence.row].tolist() == drafts
+            assert (drafter.hidden_MC[sequence.row] - hidden).norm() < 1e-4 * hidden.norm()
+            lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
 
     run_through(llm, check)
     assert len(lengths) >= 4, "blocks end at many places"
@@ -104,12 +104,11 @@ def test_the_reference_holds_in_every_mode(mode):
         core.add(str(i), prompt, greedy(12))
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                drafts = other.chain(tokens, hf_states(tiny_model(), tokens)[1], K)[0]
-                assert state.drafts_MK[sequence.row].tolist() == drafts
-                seen.append(len(tokens))
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            drafts = other.chain(tokens, hf_states(tiny_model(), tokens)[1], K)[0]
+            assert state.drafts_MK[sequence.row].tolist() == drafts
+            seen.append(len(tokens))
 
     run_through(llm, check)
     assert len(seen) > 6
@@ -207,12 +206,11 @@ def test_several_modules_draft_as_the_reference_after_every_step(style, num_modu
     ends = set()
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                drafts = round_robin(other[:k], tokens, hf_states(tiny_model(), tokens)[1], k)
-                assert state.drafts_MK[sequence.row].tolist() == drafts
-                ends.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            drafts = round_robin(other[:k], tokens, hf_states(tiny_model(), tokens)[1], k)
+            assert state.drafts_MK[sequence.row].tolist() == drafts
+            ends.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
 
     run_through(llm, check)
     assert {0, k} <= ends
@@ -238,12 +236,11 @@ def test_behind_a_prefix_that_was_found_several_modules_draft_the_same(num_modul
     found = {}
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                drafts = round_robin(other, tokens, hf_states(tiny_model(), tokens)[1], num_modules)
-                assert state.drafts_MK[sequence.row].tolist() == drafts
-                found[sequence.request_id] = sequence.num_cached
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            drafts = round_robin(other, tokens, hf_states(tiny_model(), tokens)[1], num_modules)
+            assert state.drafts_MK[sequence.row].tolist() == drafts
+            found[sequence.request_id] = sequence.num_cached
 
     run_through(llm, check)
     assert found == {"first": 0, "again": 32 - num_modules}
@@ -271,7 +268,7 @@ def test_several_modules_draft_as_the_reference_after_steps_of_any_number_of_dra
     def check() -> None:
         for sequence in core.scheduler.running:
             if sequence.output_ids and drafting.current:
-                tokens = sequence.prompt_ids + sequence.output_ids
+                tokens = sequence.token_ids
                 drafts = [draft for draft in state.drafts_MK[sequence.row].tolist() if draft != NO_DRAFT]
                 expected = round_robin(other, tokens, hf_states(tiny_model(), tokens)[1], k)
                 assert drafts == expected[: len(drafts)]

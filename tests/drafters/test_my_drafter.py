@@ -67,7 +67,7 @@ def test_it_drafts_what_stood_one_period_before(installed):
     while not core.idle:
         core.step()
         for sequence in core.scheduler.running:
-            tokens = sequence.prompt_ids + sequence.output_ids
+            tokens = sequence.token_ids
             places = [len(tokens) - 4 + i for i in range(3)]
             expected = [tokens[place] if place >= 0 else -1 for place in places]
             assert state.drafts_MK[sequence.row].tolist() == expected

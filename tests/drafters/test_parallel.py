@@ -19,7 +19,19 @@ from draftloop.drafters.masks import masked_block
 from draftloop.errors import ConfigError
 from draftloop.request import SamplingParams
 from heads import tiny_head, wide_config, write_head
-from helpers import VOCAB, answers, engine, greedy, make_engine, near_draft, oracle, prompts, run_through, tiny_model
+from helpers import (
+    VOCAB,
+    answering,
+    answers,
+    engine,
+    greedy,
+    make_engine,
+    near_draft,
+    oracle,
+    prompts,
+    run_through,
+    tiny_model,
+)
 from parallel import MASK, peagle_config, peagle_json, peagle_weights, tiny_pard, tiny_peagle, wide_peagle
 
 BASE = peagle_config()
@@ -87,11 +99,10 @@ def test_drafts_are_the_references_after_every_step(spec, reference):
     lengths = set()
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                logits, ids = reference(sequence.prompt_ids + sequence.output_ids, k)
-                assert state.drafts_MK[sequence.row].tolist() == ids[logits.argmax(-1)].tolist()
-                lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
+        for sequence in answering(core):
+            logits, ids = reference(sequence.token_ids, k)
+            assert state.drafts_MK[sequence.row].tolist() == ids[logits.argmax(-1)].tolist()
+            lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
 
     run_through(llm, check)
     assert len(lengths) >= min(k, 4), "blocks end at many places"
@@ -108,13 +119,12 @@ def test_logits_are_the_references_number_by_number(spec, reference):
     seen = []
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                logits, ids = reference(sequence.prompt_ids + sequence.output_ids, k)
-                expected = torch.zeros(k, VOCAB)
-                expected[:, ids] = (logits / 2.0).softmax(-1)
-                torch.testing.assert_close(state.draft_probs_MKV[sequence.row], expected, rtol=1e-4, atol=1e-6)
-                seen.append(tuple(state.drafts_MK[sequence.row].tolist()))
+        for sequence in answering(core):
+            logits, ids = reference(sequence.token_ids, k)
+            expected = torch.zeros(k, VOCAB)
+            expected[:, ids] = (logits / 2.0).softmax(-1)
+            torch.testing.assert_close(state.draft_probs_MKV[sequence.row], expected, rtol=1e-4, atol=1e-6)
+            seen.append(tuple(state.drafts_MK[sequence.row].tolist()))
 
     run_through(llm, check)
     assert len(set(seen)) > 8
@@ -150,7 +160,7 @@ def test_the_reference_holds_on_each_device(device, method):
         while not core.idle:
             core.step()
             for sequence in core.scheduler.running:
-                logits, ids = reference(sequence.prompt_ids + sequence.output_ids, 5)
+                logits, ids = reference(sequence.token_ids, 5)
                 same.append(state.drafts_MK[sequence.row].tolist() == ids[logits.argmax(-1)].tolist())
     assert len(same) > 12
     assert sum(same) >= (0.8 if device == "cuda" else 1.0) * len(same)

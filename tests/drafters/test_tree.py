@@ -15,7 +15,18 @@ from draftloop.errors import ConfigError
 from draftloop.request import SamplingParams
 from draftloop.sampling.accept_tree import TreeTables
 from heads import head_config, head_weights, mtp_target, tiny_head, wide_config, wide_head
-from helpers import answers, assert_all_free, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
+from helpers import (
+    answering,
+    answers,
+    assert_all_free,
+    engine,
+    greedy,
+    make_engine,
+    oracle,
+    prompts,
+    run_through,
+    tiny_model,
+)
 from trees import SIXTEEN, Knowing
 
 SMALL = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (1, 0, 0)]"
@@ -94,13 +105,12 @@ def test_the_tree_is_the_reference_s_after_every_step(name, method, children):
     lengths = set()
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                tokens = sequence.prompt_ids + sequence.output_ids
-                streams, final = hf_states(tiny_model(), tokens)
-                aux = final if method == "eagle" else torch.cat([streams[i] for i in config.layer_ids or ()], -1)
-                assert state.drafts_MK[sequence.row].tolist() == reference_tree(other, tokens, aux, tree)
-                lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
+        for sequence in answering(core):
+            tokens = sequence.token_ids
+            streams, final = hf_states(tiny_model(), tokens)
+            aux = final if method == "eagle" else torch.cat([streams[i] for i in config.layer_ids or ()], -1)
+            assert state.drafts_MK[sequence.row].tolist() == reference_tree(other, tokens, aux, tree)
+            lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
 
     run_through(llm, check)
     assert len(lengths) >= 2, "blocks end at several heights"
@@ -200,13 +210,12 @@ def test_rows_past_the_head_s_own_length_draft_nothing_and_go_on():
     seen = set()
 
     def check() -> None:
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                length = sequence.num_prompt + len(sequence.output_ids)
-                drafts = core.worker.state.drafts_MK[sequence.row].tolist()
-                there = [height + length - 1 < 30 for height in tree.heights[1:]]
-                assert [draft >= 0 for draft in drafts] == there
-                seen.add(sum(there))
+        for sequence in answering(core):
+            length = sequence.num_tokens
+            drafts = core.worker.state.drafts_MK[sequence.row].tolist()
+            there = [height + length - 1 < 30 for height in tree.heights[1:]]
+            assert [draft >= 0 for draft in drafts] == there
+            seen.add(sum(there))
 
     assert run_through(llm, check) == {"0": oracle(prompt, 40)}
     assert {0, 7} < seen
@@ -269,7 +278,7 @@ def test_the_reference_holds_on_each_device(device):
         while not core.idle:
             core.step()
             for sequence in core.scheduler.running:
-                tokens = sequence.prompt_ids + sequence.output_ids
+                tokens = sequence.token_ids
                 streams, _ = hf_states(folder, tokens)
                 aux = torch.cat([streams[i] for i in config.layer_ids or ()], -1)
                 ours = state.drafts_MK[sequence.row].tolist()

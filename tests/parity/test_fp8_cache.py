@@ -18,7 +18,7 @@ from draftloop.errors import ConfigError
 from draftloop.kernels.fp8_cache import FP8, FP8_MAX, to_cache
 from draftloop.kernels.rope_write import rope_write_torch, rope_write_triton
 from example_drafters import example_configs
-from helpers import answers, assert_all_free, engine, greedy, make_engine, prompts, tiny_model
+from helpers import answering, answers, assert_all_free, engine, greedy, make_engine, prompts, tiny_model
 from loading import change
 from quantized import quantised_copy
 
@@ -116,10 +116,9 @@ def test_the_drafter_keeps_its_own_type_and_says_what_it_says_without_an_8_bit_t
         core.add(str(i), prompt, greedy(16))
     while not core.idle:
         core.step()
-        for sequence in core.scheduler.running:
-            if sequence.output_ids:
-                known.append(sequence.prompt_ids + sequence.output_ids)
-                drafted.append(drafts_MK[sequence.row].tolist())
+        for sequence in answering(core):
+            known.append(sequence.token_ids)
+            drafted.append(drafts_MK[sequence.row].tolist())
     assert len(drafted) > 15
     assert answers(engine(dtype="float32").generate(known, greedy(3))) == drafted
     assert 2.5 < llm.get_metrics()["mean_acceptance_length"] < 4.0, "the rounded target parts from the drafter at times"

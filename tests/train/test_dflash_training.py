@@ -222,7 +222,7 @@ def test_what_is_trained_is_what_is_served(tmp_path, num_layers, own_mask, sizes
     while not core.idle:
         core.step()
         for sequence in core.scheduler.running:
-            known = sequence.prompt_ids + sequence.output_ids
+            known = sequence.token_ids
             block = pack([[known]])
             bonus = Anchors(
                 index_BA=torch.tensor([[len(known) - 1]]), valid_BA=torch.ones(1, 1, dtype=torch.bool), batch=block

@@ -188,7 +188,7 @@ class SteadyBatch:
         )
 
     def _known_tokens(self) -> float:
-        return statistics.mean(s.num_prompt + len(s.output_ids) for s in self.core.scheduler.running)
+        return statistics.mean(s.num_tokens for s in self.core.scheduler.running)
 
     # ---- phases -----------------------------------------------------------------------------
 

@@ -344,7 +344,7 @@ class EngineCore:
         if not tokens:
             sequence.finish_reason, sequence.error = "error", _bad_logits(sequence)
         del sequence.logprobs[len(sequence.output_ids) :]
-        if sequence.finish_reason is None and sequence.num_prompt + len(sequence.output_ids) >= sequence.max_total:
+        if sequence.finish_reason is None and sequence.num_tokens >= sequence.max_total:
             sequence.finish_reason = "length"
         if sequence.finish_reason is not None:
             text.flush()
@@ -382,7 +382,7 @@ class EngineCore:
 
 
 def _bad_logits(sequence: Sequence) -> str:
-    place = sequence.num_prompt + len(sequence.output_ids)
+    place = sequence.num_tokens
     if sequence.params.constrained:
         return (
             f"no token can follow the first {place}: the request's parameters leave none, or the model's logits are "

@@ -286,7 +286,7 @@ class Worker:
         return self.drafter.rounds(sampled=kind is not SamplingKind.GREEDY) if self.drafter else Rounds()
 
     def _host_row(self, sequence: Sequence, most: int) -> HostRow:
-        token_ids = sequence.prompt_ids + sequence.output_ids
+        token_ids = sequence.token_ids
         room = sequence.max_total - len(token_ids) - 1
         return HostRow(
             number=sequence.number,
