@@ -6,10 +6,7 @@ import errno
 import functools
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from toy import toy_options
 
+from draftloop import cli
 from draftloop.cli.train import options_from, train_options
 from draftloop.errors import CapacityError, ConfigError
 from draftloop.train import export as export_module
@@ -29,6 +27,7 @@ from draftloop.train.loop import Trainer
 from draftloop.train.method import METHODS, load_methods, method_class
 from draftloop.train.options import METHOD_OPTIONS, Eagle3Options, TrainOptions
 from draftloop.train.run import run_train
+from forks import Forked
 from helpers import _folder
 
 STEPS = 12
@@ -65,17 +64,20 @@ def log(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def command(chosen: TrainOptions, *launcher: str) -> list[str]:
-    """The same training as a command line."""
+def start(chosen: TrainOptions, log: Path, **environ: str) -> Forked:
+    """The same training by the command, in a process of its own."""
     flags = []
     for name, value in vars(chosen).items():
         if value is not None and value != getattr(TrainOptions, name):
             flags += [f"--{name.replace('_', '-')}", str(value)]
-    return [sys.executable, *launcher, "-m", "draftloop", "train", *flags, "--ttt-steps", str(HEAD.ttt_steps)]
+    arguments = ["train", *flags, "--ttt-steps", str(HEAD.ttt_steps)]
+    environ = {**os.environ, "DRAFTLOOP_LOG_LEVEL": "WARNING", **environ}
+    return Forked(_train, arguments, log=log, environ=environ)
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "DRAFTLOOP_LOG_LEVEL": "WARNING"}
+def _train(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    cli.main(arguments)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -88,14 +90,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_killed_training_goes_on_as_if_nothing_had_happened(tmp_path):
     expected = weights(whole())
     chosen = options(tmp_path / "killed", steps=STEPS)
-    process = subprocess.Popen(command(chosen), env=environment(), stderr=subprocess.PIPE)
+    process = start(chosen, tmp_path / "log")
     checkpoints, deadline = tmp_path / "killed/checkpoints", time.monotonic() + 300
     while not any(int(path.stem[5:]) >= 4 for path in checkpoints.glob("step-*.pt")):
         assert time.monotonic() < deadline, "no checkpoint was written"
-        assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+        assert process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait()
     assert not (tmp_path / "killed/drafter").exists()
     assert len(list(checkpoints.glob("step-*.pt"))) <= 3
     found = weights(run_train(chosen, HEAD))
@@ -196,16 +198,15 @@ def test_parts_of_a_step_add_up_to_the_whole(tmp_path):
 
 
 def test_two_processes_follow_one(tmp_path):
-    """FSDP over two gloo processes, by torchrun."""
+    """FSDP over two gloo processes, which are told what torchrun tells them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "--no-python")
-    line = command(options(tmp_path / "two"))
-    done = subprocess.run(
-        [sys.executable, *launcher, *line], env=environment(), capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    both = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        start(options(tmp_path / "two"), tmp_path / rank, RANK=rank, LOCAL_RANK=rank, **both) for rank in ("0", "1")
+    ]
+    assert [rank.wait(timeout=600) for rank in ranks] == [0, 0], (tmp_path / "0").read_text()[-3000:]
     (one,), (two,) = ([row for row in log(folder) if "loss" in row] for folder in (whole().parent, tmp_path / "two"))
     assert two["step"] == one["step"] == 10
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-3)
