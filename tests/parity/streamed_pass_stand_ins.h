@@ -11,11 +11,7 @@ static u32 nearest(float value)
 }
 static u32 rounded(float first, float second) { return nearest(first) | nearest(second) << 16; }
 static float power_of_two(float x) { return exp2f(x); }
-static u64 ticks()
-{
-    give_way();
-    return 0;
-}
+static void rest() { give_way(); }
 
 static void settle(Barrier& barrier)
 {

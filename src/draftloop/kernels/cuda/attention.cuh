@@ -210,7 +210,7 @@ __device__ __forceinline__ void weigh(AttentionMemory& memory, Keys& keys, const
             keys.part[i][0] = memory.new_keys[place(me.token, 4 * i + me.pair)];
             keys.part[i][1] = make_uint4(0, 0, 0, 0);
         }
-    #pragma unroll
+    #pragma unroll 1
     for (int group = 0; group < QUERY_TILES; group++) {
         float scores[4] = {0, 0, 0, 0};  // of keys `token` and 8 more, each for two queries
         #pragma unroll
@@ -350,7 +350,7 @@ __device__ __forceinline__ void combine(u32* attended, const Share& share, int n
             total += weight * __uint_as_float(sums[split][1]);
             first += weight * __uint_as_float(results[split][0]), second += weight * __uint_as_float(results[split][1]);
         }
-        const float scale = total == 0 ? 0 : 1 / total;  // padding attends to nothing
+        const float scale = total == 0 ? 0 : __fdividef(1, total);  // padding attends to nothing
         const int column = (share.kv_head * GROUP + query % GROUP) * HEAD_DIM + 2 * pair;
         store(&handed_on<HEADS * HEAD_DIM>(attended, column, share.start + query / GROUP),
               rounded(first * scale, second * scale));

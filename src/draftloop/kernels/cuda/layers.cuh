@@ -79,7 +79,8 @@ __device__ __forceinline__ u32 gated(const float2 (&sums)[2], float scale)
 {
     const u32 gate = rounded(sums[0].x * scale, sums[0].y * scale);
     const u32 up = rounded(sums[1].x * scale, sums[1].y * scale);
-    return multiplied(rounded(low(gate) / (1 + __expf(-low(gate))), high(gate) / (1 + __expf(-high(gate)))), up);
+    const float first = __fdividef(low(gate), 1 + __expf(-low(gate)));
+    return multiplied(rounded(first, __fdividef(high(gate), 1 + __expf(-high(gate)))), up);
 }
 
 // The angles of an item's tokens.

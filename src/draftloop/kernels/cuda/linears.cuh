@@ -25,7 +25,9 @@ struct Thread {
 __device__ __forceinline__ Thread this_thread(int num_tokens)
 {
     Thread me;
-    me.num_tokens = num_tokens, me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32;
+    int thread = threadIdx.x;
+    forget(thread);  // else what follows from it would be kept from layer to layer, which registers have no room for
+    me.num_tokens = num_tokens, me.warp = thread / 32u, me.lane = thread % 32u;
     me.token = me.lane / 4, me.pair = me.lane % 4;
     me.is_live = me.token < num_tokens, me.are_few = num_tokens <= 2, me.never = num_tokens > TOKENS ? ~0u : 0;
     const int matrix = me.lane / 8, line = me.lane % 8;  // of four: columns 0 and 8 of a tile, then of the next tile
@@ -111,12 +113,14 @@ template <int SIZE> __device__ __forceinline__ u32& handed_on(u32* to, int colum
     return to[(column / 16 * 32 + token * 4 + column % 8 / 2) * 2 + column / 8 % 2];
 }
 
-// This warp's share of the sums of TILES x 8 rows; of each four the first two are of tokens.
-template <int SIZE, int TILES, int CHUNKS>
-__device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, const u32* from, const Thread& me)
+// This warp's share of the sums of TILES x 8 rows; of each four the first two are of tokens. `before_last` is called in
+// front of the last stage.
+template <int SIZE, int TILES, int CHUNKS, class BeforeLast>
+__device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, const u32* from, const Thread& me,
+                                         BeforeLast before_last)
 {
     constexpr int STEPS = CHUNKS * 4, MINE = (STEPS + WARPS - 1) / WARPS, STAGES = SIZE / 64 / CHUNKS;
-    constexpr int AHEAD = MINE < 4 ? 4 : 2;
+    constexpr int AHEAD = STAGES < 4 ? STAGES : 2;
     static_assert(SIZE % (64 * CHUNKS) == 0 && TILES * TILE * CHUNKS <= SLOT_BYTES, "stages");
     u32 x[AHEAD][MINE][2];  // of the next stages
     auto look = [&](u32 (&to)[MINE][2], int stage) {
@@ -128,27 +132,32 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], Ring& ring, co
     #pragma unroll
     for (int ahead = 0; ahead < AHEAD; ahead++)
         #pragma unroll
-        for (int i = 0; i < MINE; i++) x[ahead][i][0] = x[ahead][i][1] = 0;  // of what is no token
+        for (int i = 0; i < MINE; i++)
+            x[ahead][i][0] = x[ahead][i][1] = me.is_live && (STEPS % WARPS == 0 || me.warp + i * WARPS < STEPS) ? EMPTY : 0;
     #pragma unroll
     for (int tile = 0; tile < TILES; tile++) sums[tile][0] = sums[tile][1] = sums[tile][2] = sums[tile][3] = 0;
     int stages = STAGES;
     forget(stages);  // else the loop would be unrolled whole
-    look_until([&] {
-        look(x[0], 0);
-        #pragma unroll
-        for (int ahead = 1; ahead < AHEAD && ahead < STAGES; ahead++)
-            if (me.are_few) look(x[ahead], ahead);  // of many tokens that would take bandwidth from weights
-        return are_there(x[0]);
-    });
-    #pragma unroll
-    for (int ahead = 1; ahead < AHEAD && ahead < STAGES; ahead++)
-        if (!me.are_few) look(x[ahead], ahead);
     for (int first = 0; first < stages; first += AHEAD) {
         #pragma unroll
         for (int ahead = 0; ahead < AHEAD; ahead++) {
             const int stage = first + ahead;
             if (STAGES % AHEAD && stage >= stages) break;
-            if (!are_there(x[ahead])) look_until([&] { return look(x[ahead], stage), are_there(x[ahead]); });
+            if (!are_there(x[ahead])) {
+                const auto look_at_next = [&] {
+                    #pragma unroll
+                    for (int i = 1; i < AHEAD; i++)
+                        if (stage + i < stages && !are_there(x[(ahead + i) % AHEAD]))
+                            look(x[(ahead + i) % AHEAD], stage + i);
+                };
+                look_until([&] {
+                    look(x[ahead], stage);
+                    if (me.are_few) look_at_next();  // of many tokens that would take bandwidth from weights
+                    return are_there(x[ahead]);
+                });
+                look_at_next();
+            }
+            if (stage + 1 == stages) before_last();
             wait(ring.filled(), ring.parity);
             __syncwarp();
             u32 seen = 0;

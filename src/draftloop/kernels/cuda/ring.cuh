@@ -2,7 +2,7 @@
 #pragma once
 #include "instructions.cuh"
 
-constexpr u64 PATIENCE_TICKS = 8000000000ull;  // some seconds
+constexpr u32 PATIENCE = 1 << 24;  // looks, which are some seconds
 
 // An error, not a hang. Where there is a trap, ptxas does not give groups of warps the registers that they take.
 __device__ __forceinline__ void give_up() { *(volatile u32*)0 = 0; }
@@ -10,11 +10,9 @@ __device__ __forceinline__ void give_up() { *(volatile u32*)0 = 0; }
 // Its code stands in the kernel once for each place that looks: instructions have to come from memory too.
 template <class Look> __device__ __forceinline__ void look_until(Look is_there)
 {
-    u64 start = 0;
-    while (!is_there()) {
-        const u64 now = ticks();
-        if (!start) start = now;
-        if (now - start > PATIENCE_TICKS) give_up();
+    for (u32 looks = 0; !is_there(); looks++) {
+        rest();
+        if (looks == PATIENCE) give_up();
     }
 }
 

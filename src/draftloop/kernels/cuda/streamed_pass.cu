@@ -14,12 +14,13 @@ constexpr int PASS_TILES = INNER_TILES / PASSES;  // of gates in a pass, and as 
 struct Shared {
     u64 filled[SLOTS], freed[SLOTS];
     float scale[TOKENS];
+    Share shares[WARPS];
     AttentionMemory attention;
     float angles[ROW_TOKENS][HEAD_DIM];  // of the row that this block attends for
     float squares[HIDDEN_TILES][TOKENS];
     u32 residual[HIDDEN_TILES][32];  // this block's columns of the stream
-    u32 gain[2][HIDDEN_TILES][32];   // of the norms behind attention and behind the MLP
-    Tensors tensors[4];              // of a layer, the next, and the one behind it, which is on its way
+    u32 gain[2][HIDDEN_TILES][32];   // of the norms behind the MLP, where the next layer begins, and its attention
+    Tensors tensors[4];              // of a layer, and of the next ones
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "streamed_plan.py sets aside too little");
 
@@ -45,6 +46,7 @@ __device__ __forceinline__ Handed set_of(const Pass& pass, int index)
 __device__ __forceinline__ void wipe(const Handed& set, int block, int num_blocks)  // its partial results stand last
 {
     const u32* const end = set.partials.results + gridDim.x * QUERIES * HEAD_DIM;
+    #pragma unroll 1
     for (u32* at = set.hidden[0] + (block * CONSUMERS + threadIdx.x) * 4; at < end; at += num_blocks * CONSUMERS * 4)
         *(uint4*)at = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
 }
@@ -99,14 +101,14 @@ struct Squares {
     {
         static_assert(TOKENS == WARPS, "a warp for each token");
         #pragma unroll
-        for (int i = 0; i < PARTS; i++) parts[i] = 0;
-        look(me);
+        for (int i = 0; i < PARTS; i++)
+            parts[i] = i * 32 + me.lane < HIDDEN_BLOCKS && me.warp < me.num_tokens ? EMPTY : 0;
     }
     __device__ void look(const Thread& me)
     {
         #pragma unroll
         for (int i = 0; i < PARTS; i++)
-            if (i * 32 + me.lane < HIDDEN_BLOCKS && me.warp < me.num_tokens) load(parts[i], from + i * 32 * TOKENS);
+            if (parts[i] == EMPTY) load(parts[i], from + i * 32 * TOKENS);
     }
     // to be read when the block's warps have met
     __device__ void find_scale(Shared& shared, float eps, const Thread& me)
@@ -118,10 +120,17 @@ struct Squares {
         for (int i = 0; i < PARTS; i++) sum += __uint_as_float(parts[i]);
         #pragma unroll
         for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-        if (me.lane == 0) shared.scale[me.warp] = rsqrtf(sum / HIDDEN + eps);
+        if (me.lane == 0) shared.scale[me.warp] = rsqrtf(sum * (1.0f / HIDDEN) + eps);
     }
 };
 
+__device__ __forceinline__ void ask_for_gains(Shared& shared, const Tensors& next, const Thread& me)
+{
+    for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
+        copy_later(&shared.gain[0][tile][me.lane], weights_of(next.attention_norm, tile, me));
+        if (next.mlp_norm) copy_later(&shared.gain[1][tile][me.lane], weights_of(next.mlp_norm, tile, me));
+    }
+}
 __device__ __forceinline__ void ask_for_tensors(Shared& shared, const Pass& pass, int index)
 {
     constexpr int WORDS = sizeof(Tensors) / sizeof(u32);
@@ -169,7 +178,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
     const Thread me = this_thread(pass.num_tokens);
     const int block = blockIdx.x;
     const bool has_hidden = block < HIDDEN_BLOCKS;
-    const Share share = share_of(pass.batch, blockIdx.x / pass.batch.num_splits);
+    Share& share = shared.shares[me.warp];  // registers have no room for it
+    const Share found = share_of(pass.batch, blockIdx.x / pass.batch.num_splits);
+    if (me.lane == 0) share = found;
+    __syncwarp();
     if (share.is_any) take_angles(shared.angles, share.start, share.num_tokens, pass.batch);
     ask_for_tensors(shared, pass, 0);
     ask_for_tensors(shared, pass, 1);
@@ -178,6 +190,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
     blocks_meet(pass.counter);
     if (has_hidden) {
         const Handed first = set_of(pass, 0);
+        ask_for_gains(shared, shared.tensors[0], me);
         for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
             const int at = (me.token * HIDDEN + block * HIDDEN_ROWS + tile * 8) / 2 + me.pair;
             shared.residual[tile][me.lane] = me.is_live ? pass.embedded[at] : 0;
@@ -189,10 +202,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
     for (int index = 0; index < pass.num_layers; index++) {
         const Tensors &layer = shared.tensors[index % 4], &next = shared.tensors[(index + 1) % 4];
         const Handed handed = set_of(pass, index);
+        const Thread me = this_thread(pass.num_tokens);
         if (block < QKV_BLOCKS) {
             Squares of_tokens(handed.squares[0], me);
             float sums[QKV_TILES][4];
-            multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, handed.hidden[0], me);
+            multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, handed.hidden[0], me, [&] { of_tokens.look(me); });
             of_tokens.find_scale(shared, pass.eps, me);
             add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
                 const float scale = shared.scale[me.token];
@@ -204,13 +218,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
         consumers_meet();  // scratch becomes room for values
         Keys keys;
         if (share.is_any) ask_for_tile(keys, values, share, share.begin, layer.keys, layer.values, me);
-        if (has_hidden)
-            for (int tile = me.warp; tile < HIDDEN_TILES; tile += WARPS) {
-                copy_later(&shared.gain[0][tile][me.lane], weights_of(layer.mlp_norm, tile, me));
-                copy_later(&shared.gain[1][tile][me.lane], weights_of(next.attention_norm, tile, me));
-            }
-        ask_for_tensors(shared, pass, index + 2);
-        if (index && block < QKV_BLOCKS) wipe(set_of(pass, index - 1), block, QKV_BLOCKS);
         if (share.is_any) {
             take_in(shared.attention, values, (const uint4*)handed.qkv, share, shared.angles, pass.batch, layer.keys,
                     layer.values);
@@ -225,15 +232,20 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
 
         if (has_hidden) {
             float sums[HIDDEN_TILES][4];
-            multiply<QUERY, HIDDEN_TILES, O_CHUNKS>(sums, ring, handed.attended, me);
-            add_residual(sums, shared, scratch, shared.gain[0], nullptr, handed.hidden[1], handed.squares[1], me);
+            multiply<QUERY, HIDDEN_TILES, O_CHUNKS>(sums, ring, handed.attended, me, [] {});
+            add_residual(sums, shared, scratch, shared.gain[1], nullptr, handed.hidden[1], handed.squares[1], me);
         }
 
+        if (has_hidden) ask_for_gains(shared, next, me);
+        ask_for_tensors(shared, pass, index + 2);
         if (block < INNER_BLOCKS) {
+            if (index) wipe(set_of(pass, index - 1), block, INNER_BLOCKS);
             Squares of_tokens(handed.squares[1], me);
             for (int part = 0; part < PASSES; part++) {
                 float sums[2 * PASS_TILES][4];
-                multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, handed.hidden[1], me);
+                multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, handed.hidden[1], me, [&] {
+                    if (part == 0) of_tokens.look(me);
+                });
                 if (part == 0) of_tokens.find_scale(shared, pass.eps, me);
                 add_up<2>(sums, scratch, me, [&](int tile, const float2 (&values)[2]) {
                     const int column = block * INNER_ROWS + (part * PASS_TILES + tile) * 8 + 2 * me.pair;
@@ -245,10 +257,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
 
         if (has_hidden) {
             float sums[HIDDEN_TILES][4];
-            multiply<INNER, HIDDEN_TILES, DOWN_CHUNKS>(sums, ring, handed.inner, me);
+            multiply<INNER, HIDDEN_TILES, DOWN_CHUNKS>(sums, ring, handed.inner, me, [] {});
+            await_copies();  // of gains
             const Handed to = set_of(pass, index + 1);
             u32* residual = pass.residuals + (long long)index * pass.num_tokens * (HIDDEN / 2);
-            add_residual(sums, shared, scratch, shared.gain[1], residual, to.hidden[0], to.squares[0], me);
+            add_residual(sums, shared, scratch, shared.gain[0], residual, to.hidden[0], to.squares[0], me);
         }
     }
     if (!has_hidden) return;
