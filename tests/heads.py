@@ -14,8 +14,9 @@ from torch import Tensor
 
 from draftloop.drafters.dflash_config import DFlashConfig
 from draftloop.drafters.eagle_config import EagleConfig
+from draftloop.engine.llm import LLM
 from draftloop.models.config import ModelConfig, RopeConfig
-from helpers import HEADS, HIDDEN, KV_HEADS, LAYERS, MAX_LEN, VOCAB, _folder, tiny_model
+from helpers import HEADS, HIDDEN, KV_HEADS, LAYERS, MAX_LEN, VOCAB, _folder, make_engine, tiny_model
 
 DRAFT_VOCAB = 64
 
@@ -118,6 +119,21 @@ def file_names(weights: dict[str, Tensor], style: str) -> dict[str, Tensor]:
         bare = ("lm_head", "d2t")
         return {name if name.startswith(bare) else f"model.{name}": weight for name, weight in weights.items()}
     return weights
+
+
+def step_by_step(target: str, device: str, spec: dict[str, Any], **settings: Any) -> LLM:
+    """An engine to compare after each step, never ahead of that. Blocks end at many places, by coin."""
+    forced = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
+    return make_engine(
+        target,
+        device=device,
+        dtype="float32",
+        cudagraph_capture_sizes=(2, 8),
+        async_scheduling=False,
+        device_loop="off",
+        speculative_config={**forced, **spec},
+        **settings,
+    )
 
 
 @functools.cache

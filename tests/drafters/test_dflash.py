@@ -18,7 +18,7 @@ from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import Launch, ModeSetting
 from draftloop.graphs.program import in_place
 from draftloop.request import SamplingParams
-from heads import DRAFT_VOCAB
+from heads import DRAFT_VOCAB, step_by_step
 from helpers import VOCAB, answering, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
 
 K = 5
@@ -126,20 +126,8 @@ def test_context_and_block_are_the_references_number_by_number(name):
 def test_the_reference_holds_on_each_device(device, sinks):
     """A drafter that every kernel takes. On a GPU, sums in another order may tip a close choice."""
     target, config = tiny_model("wide", hidden=256), wide_block_config(sinks=sinks)
-    llm = make_engine(
-        target,
-        device=device,
-        dtype="float32",
-        cudagraph_capture_sizes=(2, 8),
-        async_scheduling=False,  # so that the device is never ahead of what is compared
-        device_loop="off",
-        speculative_config={
-            "method": "dflash",
-            "model": wide_block(sinks=sinks),
-            "num_speculative_tokens": K,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": 3.0,
-        },
+    llm = step_by_step(
+        target, device, {"method": "dflash", "model": wide_block(sinks=sinks), "num_speculative_tokens": K}
     )
     core, state = llm.engine.core, llm.engine.core.worker.state
     tables = hf_model(target)

@@ -14,8 +14,8 @@ from draftloop.drafters.eagle_config import EagleConfig
 from draftloop.engine.llm import LLM
 from draftloop.graphs.phase import ModeSetting
 from draftloop.request import SamplingParams
-from heads import DRAFT_VOCAB, head_config, head_weights, tiny_head, wide_config, wide_head
-from helpers import VOCAB, answering, answers, engine, greedy, make_engine, oracle, prompts, run_through, tiny_model
+from heads import DRAFT_VOCAB, head_config, head_weights, step_by_step, tiny_head, wide_config, wide_head
+from helpers import VOCAB, answering, answers, engine, greedy, oracle, prompts, run_through, tiny_model
 
 K = 5
 
@@ -99,21 +99,7 @@ def test_drafts_and_hidden_states_are_the_references_after_every_step(name):
 def test_the_reference_holds_on_each_device(device, method):
     """A head that every kernel takes. On a GPU, sums in another order may tip a close choice."""
     folder, config = tiny_model("wide", hidden=256), wide_config(method)
-    llm = make_engine(
-        folder,
-        device=device,
-        dtype="float32",
-        cudagraph_capture_sizes=(2, 8),
-        async_scheduling=False,  # so that the device is never ahead of what is compared
-        device_loop="off",
-        speculative_config={
-            "method": method,
-            "model": wide_head(method),
-            "num_speculative_tokens": K,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": 3.0,
-        },
-    )
+    llm = step_by_step(folder, device, {"method": method, "model": wide_head(method), "num_speculative_tokens": K})
     core, state, drafter = llm.engine.core, llm.engine.core.worker.state, llm.engine.drafter
     tables = hf_model(folder)
     other = Reference(config, head_weights(config), tables.model.embed_tokens.weight, tables.lm_head.weight)

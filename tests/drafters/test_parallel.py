@@ -18,7 +18,7 @@ from draftloop.drafters.kinds import kind_of
 from draftloop.drafters.masks import masked_block
 from draftloop.errors import ConfigError
 from draftloop.request import SamplingParams
-from heads import tiny_head, wide_config, write_head
+from heads import step_by_step, tiny_head, wide_config, write_head
 from helpers import (
     VOCAB,
     answering,
@@ -139,21 +139,7 @@ def test_the_reference_holds_on_each_device(device, method):
         "peagle": (wide_peagle(), functools.partial(peagle_logits, peagle_config(wide_config()), target=target)),
         "pard": (tiny_pard(near), functools.partial(pard_logits, model=near)),
     }[method]
-    llm = make_engine(
-        target,
-        device=device,
-        dtype="float32",
-        cudagraph_capture_sizes=(2, 8),
-        async_scheduling=False,  # so that the device is never ahead of what is compared
-        device_loop="off",
-        speculative_config={
-            "method": method,
-            "model": model,
-            "num_speculative_tokens": 5,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": 3.0,
-        },
-    )
+    llm = step_by_step(target, device, {"method": method, "model": model, "num_speculative_tokens": 5})
     core, state, same = llm.engine.core, llm.engine.core.worker.state, []
     for prompt in prompts(3):
         core.add("0", prompt, greedy(20))

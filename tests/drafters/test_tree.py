@@ -14,7 +14,7 @@ from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
 from draftloop.request import SamplingParams
 from draftloop.sampling.accept_tree import TreeTables
-from heads import head_config, head_weights, mtp_target, tiny_head, wide_config, wide_head
+from heads import head_config, head_weights, mtp_target, step_by_step, tiny_head, wide_config, wide_head
 from helpers import (
     answering,
     answers,
@@ -259,15 +259,8 @@ def test_a_target_s_attention_must_take_trees():
 def test_the_reference_holds_on_each_device(device):
     """A head that every kernel takes. On a GPU, sums in another order may tip a close choice."""
     folder, config, tree = tiny_model("wide", hidden=256), wide_config("eagle3"), shape(SIXTEEN)
-    llm = make_engine(
-        folder,
-        device=device,
-        dtype="float32",
-        cudagraph_capture_sizes=(2, 8),
-        max_num_batched_tokens=128,
-        async_scheduling=False,  # so that the device is never ahead of what is compared
-        device_loop="off",
-        speculative_config={**spec(SIXTEEN, **forced()), "model": wide_head("eagle3")},
+    llm = step_by_step(
+        folder, device, {**spec(SIXTEEN, **forced()), "model": wide_head("eagle3")}, max_num_batched_tokens=128
     )
     core, state = llm.engine.core, llm.engine.core.worker.state
     tables = hf_model(folder)
