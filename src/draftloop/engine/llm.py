@@ -44,23 +44,21 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2-135m", **settings: Any) -> None:
-        self.config = EngineConfig.from_mapping(model=model, **settings)
-        self._engine: Engine | None = start(self.config)
-        self._ids = itertools.count()
-        self._open: dict[str, _Open] = {}
-        """By the engine's request id."""
+        self._start(EngineConfig.from_mapping(model=model, **settings))
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, ranks: Ranks | None = None, replica: Replica = ALONE) -> LLM:
         """The same from a ready configuration; `ranks` and `replica`: see `startup.start`."""
         llm = cls.__new__(cls)
-        llm.config, llm._engine, llm._ids, llm._open = (
-            config,
-            start(config, ranks=ranks, replica=replica),
-            itertools.count(),
-            {},
-        )
+        llm._start(config, ranks=ranks, replica=replica)
         return llm
+
+    def _start(self, config: EngineConfig, *, ranks: Ranks | None = None, replica: Replica = ALONE) -> None:
+        self.config = config
+        self._engine: Engine | None = start(config, ranks=ranks, replica=replica)
+        self._ids = itertools.count()
+        self._open: dict[str, _Open] = {}
+        """By the engine's request id."""
 
     # ---- answers ----------------------------------------------------------------------------
 
