@@ -30,6 +30,7 @@ def test_numbers_are_never_overwritten_in_a_folder(tmp_path):
     assert got["rows"] == ROWS
     assert got["command"] == "a"
     assert len(list(tmp_path.iterdir())) == 2
+    assert write_numbers(tmp_path, ROWS, name="latency").name.startswith("latency-org-model-1b-none-")
 
 
 def test_numbers_to_a_file(tmp_path):

@@ -60,7 +60,7 @@ def run_latency(
         ceiling = engine_ceiling(llm)
         common = {**engine_facts(llm), "prompt": prompt_tokens}
         rows = [{**common, **row} for row in (*_startup_rows(llm, startup_s), *ceiling_rows(ceiling))]
-        path = write_numbers(out, rows)
+        path = write_numbers(out, rows, name="latency")
         for batch in progress_bar(batch_sizes, description="Batch sizes"):
             steady = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "repeats": repeats}
             greedy = measure_steady(llm, batch, ceiling, **steady)

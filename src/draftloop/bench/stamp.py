@@ -69,14 +69,17 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
     }
 
 
-def write_numbers(path_or_dir: Path | str, rows: Sequence[dict[str, Any]], command: str | None = None) -> Path:
+def write_numbers(
+    path_or_dir: Path | str, rows: Sequence[dict[str, Any]], command: str | None = None, *, name: str | None = None
+) -> Path:
     """Write one run's rows with their stamp and return the file.
 
-    A folder gets a new file named after the first row and the time; no earlier run is overwritten there.
+    A folder gets a new file named after the first row, or `name` and its model, and the time; no earlier run is
+    overwritten there.
     """
     path = Path(path_or_dir)
     if path.suffix != ".json":
-        path = _new_file(path, rows)
+        path = _new_file(path, rows, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {key: json.dumps(value) for key, value in stamp(command).items()}
     # One row per line, so that a diff of two runs shows which rows changed.
@@ -106,15 +109,15 @@ def cpu_name() -> str:
     return f"{name}, {cores} cores"
 
 
-def _new_file(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+def _new_file(folder: Path, rows: Sequence[dict[str, Any]], name: str | None) -> Path:
     first = rows[0] if rows else {}
-    parts = [str(first[key]) for key in ("metric", "model", "method") if first.get(key)]
-    name = re.sub(r"[^a-z0-9.]+", "-", "-".join(parts).lower()).strip("-") or "run"
+    parts = [str(part) for part in (name or first.get("metric"), first.get("model"), first.get("method")) if part]
+    stem = re.sub(r"[^a-z0-9.]+", "-", "-".join(parts).lower()).strip("-") or "run"
     time = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path, number = folder / f"{name}-{time}.json", 1
+    path, number = folder / f"{stem}-{time}.json", 1
     while path.exists():
         number += 1
-        path = folder / f"{name}-{time}-{number}.json"
+        path = folder / f"{stem}-{time}-{number}.json"
     return path
 
 

@@ -27,7 +27,7 @@ from draftloop.bench.plots import pyplot
 from draftloop.bench.prompts import load_prompts
 from draftloop.bench.stamp import engine_facts, write_numbers
 from draftloop.bench.steady import measure_steady
-from draftloop.bench.steady_view import iteration_table, number, phase_table
+from draftloop.bench.steady_view import iteration_table, phase_table
 from draftloop.bench.trace import write_trace
 from draftloop.config.engine import EngineConfig
 from draftloop.engine.llm import LLM
@@ -89,7 +89,7 @@ def run_throughput(
         asked = {"prompts": prompts or "random", "prompt": prompt_tokens if prompts is None else None}
         common = {**engine_facts(llm), **asked, "output": params.max_tokens, "temperature": params.temperature}
         rows = [{**common, **row} for row in rows]
-        path = write_numbers(out, rows)
+        path = write_numbers(out, rows, name="throughput")
         if trace:
             write_trace(llm, trace, rows=concurrency[0], prompt_tokens=prompt_tokens)
     finally:
@@ -180,7 +180,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
             str(speed["batch"]),
             f"{speed['value']:.1f}",
             f"{speed['acceptance_length']:.2f}",
-            *(", ".join(number(mine[metric][f"p{p}"]) for p in PERCENTILES) for metric in LATENCIES),
+            *(", ".join(f"{mine[metric][f'p{p}']:.1f}" for p in PERCENTILES) for metric in LATENCIES),
         )
     Console().print(table, iteration_table(rows), phase_table(rows))
 
