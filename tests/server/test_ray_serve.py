@@ -151,12 +151,16 @@ def test_replicas_that_the_machine_has_no_room_for_are_refused(found, message):
         ReplicaOptions(ray=True, min_replicas=2, cpus_per_replica=2).check_room(found, gpus_per_replica=1)
 
 
-def test_a_configuration_file_of_rays_names_the_same_settings_and_queues_decide_how_many_replicas():
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    """What a process without a cluster says of both tests below: to import ray takes seconds."""
     settings = yaml.safe_load(EXAMPLE.read_text())["applications"][0]["args"]
     code = f"""
 from types import SimpleNamespace
+import ray
 from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
-from draftloop.server.ray_serve import build
+from draftloop.errors import CapacityError
+from draftloop.server.ray_serve import _connect, build
 deployment = build({settings | {"served_model_name": ["a", "b"]}!r})._bound_deployment
 config, options, _ = deployment.init_args
 print(config.max_num_seqs, options.served_model_name, deployment._deployment_config.max_ongoing_requests)
@@ -168,9 +172,16 @@ for running, requests in (2, 16), (2, 64), (4, 8):
 print(deployment._deployment_config.request_router_config.request_router_class)
 try: build({{"modell": "x"}})
 except Exception as error: print(error)
+def init(**options): raise Exception("The current node timed out")
+ray.init = init
+try: _connect(None)
+except CapacityError as error: print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_a_configuration_file_of_rays_names_the_same_settings_and_queues_decide_how_many_replicas(said):
+    assert said[:-1] == [
         "8 ('a', 'b') 16",
         "2 8",
         *["2.0", "8.0", "1.0"],
@@ -179,18 +190,8 @@ except Exception as error: print(error)
     ]
 
 
-def test_a_cluster_that_does_not_start_on_a_busy_machine_is_one_line():
-    code = """
-import ray
-from draftloop.errors import CapacityError
-from draftloop.server.ray_serve import _connect
-def init(**options): raise Exception("The current node timed out")
-ray.init = init
-try: _connect(None)
-except CapacityError as error: print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "no Ray cluster could be started on this machine: The current node timed out\n"
+def test_a_cluster_that_does_not_start_on_a_busy_machine_is_one_line(said):
+    assert said[-1] == "no Ray cluster could be started on this machine: The current node timed out"
 
 
 @pytest.mark.parametrize(
