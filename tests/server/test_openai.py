@@ -110,9 +110,10 @@ def test_structured_output_through_the_openai_client(client):
 def test_a_required_tool_is_called(client, stream):
     parameters = {
         "type": "object",
-        "properties": {"unit": {"enum": ["celsius", "kelvin"]}},
+        "properties": {"unit": {"$ref": "#/$defs/Unit"}},
         "required": ["unit"],
         "additionalProperties": False,
+        "$defs": {"Unit": {"enum": ["celsius", "kelvin"]}},
     }
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):

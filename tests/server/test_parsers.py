@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,3 +172,23 @@ def test_the_grammar_of_forced_calls_names_the_tools():
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["f", "g"]
     assert "maxItems" not in forced_calls_schema(tools, None, parallel=True)
+
+
+def test_references_of_a_tools_schema_lead_to_its_own_definitions():
+    """As pydantic writes them, two tools with definitions of one name, one of them of itself."""
+    city = {"$defs": {"Place": {"enum": ["Rome"]}}, "properties": {"at": {"$ref": "#/$defs/Place"}}}
+    tree = {
+        "$defs": {"Place": {"type": "integer"}},
+        "properties": {"at": {"$ref": "#/$defs/Place"}, "in": {"$ref": "#"}},
+    }
+    tree["properties"]["kind"] = {"const": {"$ref": "#"}}
+    tools = [{"name": "city", "parameters": city}, {"name": "tree", "parameters": tree}]
+    validator = jsonschema.Draft202012Validator(forced_calls_schema(tools, None, parallel=True))
+    for name, arguments, fits in [
+        ("city", {"at": "Rome"}, True),
+        ("city", {"at": 3}, False),
+        ("tree", {"at": 3, "in": {"in": {"at": 4}}, "kind": {"$ref": "#"}}, True),
+        ("tree", {"at": 3, "in": {"in": {"at": "Rome"}}}, False),
+        ("other", {}, False),
+    ]:
+        assert validator.is_valid([{"name": name, "arguments": arguments}]) == fits

@@ -19,6 +19,8 @@ PATTERNS = {
     "date": f"^({_YEAR}-((0[1-9]|1[0-2])-{_DAY}|{_LONG}|{_SHORT})|{_LEAP}-02-29)$",
 }
 """Format -> what all of its strings match, and nothing else does."""
+JSON_VALUES = ("enum", "const", "default", "examples")
+"""Keys of a schema that hold no schemas."""
 
 
 def with_patterns(schema: str) -> str:
@@ -31,8 +33,7 @@ def _replaced(part: Any) -> Any:
         return [_replaced(one) for one in part]
     if not isinstance(part, dict):
         return part
-    found = {key: _replaced(value) if key not in ("enum", "const", "default", "examples") else value
-             for key, value in part.items()}  # fmt: skip
+    found = {key: value if key in JSON_VALUES else _replaced(value) for key, value in part.items()}
     pattern = PATTERNS.get(part["format"]) if isinstance(part.get("format"), str) else None
     if pattern is not None and part.get("type") == "string" and "pattern" not in part:
         del found["format"]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from draftloop.sampling.json_formats import JSON_VALUES
 from draftloop.server.text import possible_start
 
 THINK, END_THINK = "<think>", "</think>"
@@ -162,14 +163,28 @@ def forced_calls_schema(tools: Sequence[dict[str, Any]], name: str | None, *, pa
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": known}, "arguments": schema},
+            "properties": {"name": {"const": known}, "arguments": {"$ref": f"#/$defs/{place}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for known, schema in schemas.items()
+        for place, known in enumerate(schemas)
     ]
-    array: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    places = {str(place): _moved(schema, f"#/$defs/{place}") for place, schema in enumerate(schemas.values())}
+    array: dict[str, Any] = {"$defs": places, "type": "array", "minItems": 1, "items": {"anyOf": calls}}
     return array if parallel else {**array, "maxItems": 1}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A JSON schema as part of another, at `root`, where its own references lead from then on."""
+    if isinstance(schema, list):
+        return [_moved(one, root) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: value if key in JSON_VALUES else _moved(value, root) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        found["$ref"] = root + reference[1:]
+    return found
 
 
 def read_call(text: str) -> ToolCall | None:
