@@ -21,7 +21,6 @@
 #   moe     mixtures of experts: a sweep over tiles, Qwen3-30B-A3B's shape plain and with drafts, tests (about 4 minutes)
 #   kernels  128 rows, the small kernels, tiles of a 1B model (about 1 minute)
 #   stream  a pass as one kernel: its tests, then the sweep that says where it is faster (about 1 minute)
-#   stream_wide  of it the passes of 9 to 64 tokens, whose kernel has not run as it is now (about 1 minute)
 #   linears  linears of 65 to 256 tokens: tests, a sweep that ends with entries for MEASURED, EAGLE-3 at 32 rows (4 minutes)
 #   all     bench, start, blocks, quant, sampling, tests
 # What has a time limit is interrupted at it, and keeps what it has written: numbers after each batch size and load.
@@ -120,11 +119,6 @@ sweep() { # module, name of the file, then its other arguments; at the end the e
 stream() { # a pass that differs from the one before fails: MEASURED stays empty then
   gpu_tests gpu-tests-stream 100 tests/parity/test_streamed_pass.py
   timeout 60 "$python" -m draftloop.bench.sweep_streamed --out "$out/streamed.json" --seconds 40 || failed=1
-}
-
-stream_wide() {
-  gpu_tests gpu-tests-stream-wide 60 tests/parity/test_streamed_pass.py -k wide
-  timeout 40 "$python" -m draftloop.bench.sweep_streamed --more-than 8 --out "$out/wide.json" --seconds 25 || failed=1
 }
 
 sampling() { # drafts are drawn, and accepted by chance: what an iteration takes does not depend on how many
@@ -271,7 +265,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | windows | moe | kernels | stream | stream_wide | linears) "$part" ;;
+  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | windows | moe | kernels | stream | linears) "$part" ;;
   all)
     bench
     start
@@ -281,7 +275,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, windows, moe, kernels, stream, stream_wide, linears, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, windows, moe, kernels, stream, linears, all" >&2
     exit 2
     ;;
 esac

@@ -65,17 +65,6 @@ static void copy(u32 to, const TensorMap& map, int chunk, int row, u32 at, u64)
 {
     copy_in(here(), to, map, chunk * 64, row, at);
 }
-static void copy_tokens(u32 to, const TensorMap& map, int column, u32 at) { copy_in(here(), to, map, column, 0, at); }
-static void send(u32 to, const float (&values)[4], u32 at, u32 rank)
-{
-    Block& there = of_cluster(rank);
-    memcpy(there.memory + to, values, sizeof values);
-    Barrier& barrier = there.barriers.at(at);
-    barrier.bytes -= sizeof values;
-    settle(barrier);
-}
-static bool is_past_in_cluster(u32 barrier, u32 parity) { return is_past(barrier, parity); }
-static void let_proxies_agree() {}
 
 static float load_float(const float* p) { return *p; }
 static void load(u32& x, const u32* p) { x = *p; }
@@ -87,8 +76,6 @@ static uint4 load_four(const uint4* p) { return *p; }
 static void copy_later(u32* to, const u32* from) { *to = *from; }
 static void copy_later(uint4* to, const uint4* from, bool zeros) { *to = zeros ? uint4{} : *from; }
 static void await_copies() {}
-static void close_copies() {}
-template <int YOUNGEST> static void await_closed_copies() {}
 static void add_released(u64* p, u64 more) { *p += more; }
 static u64 acquired(const u64* p)
 {
@@ -120,18 +107,6 @@ template <int N> static void load_transposed(u32 (&b)[N], u32 at)
                 memcpy((char*)&b[matrix] + 2 * i,
                        here().memory + lines[matrix * 8 + lane % 4 * 2 + i] + lane / 4 * 2, 2);
     }, b);
-}
-static u32 transposed(u32 pair)
-{
-    Warp& mine = warp();
-    const int lane = threadIdx.x % 32;
-    mine.shown[lane] = pair;
-    __syncwarp();
-    u32 found = 0;
-    for (int i = 0; i < 2; i++)
-        found |= (mine.shown[(lane % 4 * 2 + i) * 4 + lane / 8] >> lane / 4 % 2 * 16 & 0xffff) << 16 * i;
-    __syncwarp();
-    return found;
 }
 static void multiply_add(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
 {

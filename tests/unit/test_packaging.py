@@ -32,7 +32,6 @@ NEEDED = (
     "draftloop/server/page/index.html",
     "draftloop/graphs/loop.cu",
     "draftloop/kernels/cuda/streamed_pass.cu",
-    "draftloop/kernels/cuda/wide_pass.cu",
     "draftloop/kernels/cuda/attention.cuh",
     "draftloop/bench/prompts/mt_bench.jsonl",
     "draftloop/shipped/smollm2-135m-eagle3/model.safetensors",

@@ -23,25 +23,21 @@ from draftloop.kernels.cuda_source import load_kernel
 from draftloop.kernels.driver import ask, bindings
 from draftloop.kernels.linear import sm_count
 from draftloop.kernels.streamed_plan import (
-    FEW,
     MAX_QUERIES,
     MAX_SPLITS,
+    MAX_TOKENS,
+    MEMORY_BYTES,
     SETS,
+    THREADS,
     Plan,
     Shape,
     definitions,
     make_plan,
-    width_of,
 )
 
-_FOLDER = Path(__file__).parent / "cuda"
-TENSORS_BYTES = 64
-"""Of the kernel's `Tensors` with the padding behind them."""
-
-
-def source_of(plan: Plan) -> Path:
-    """Of the kernel, whose name is the file's."""
-    return _FOLDER / ("streamed_pass.cu" if plan.tokens == FEW else "wide_pass.cu")
+SOURCE = Path(__file__).parent / "cuda" / "streamed_pass.cu"
+MAPS_BYTES, TENSORS_BYTES = 4 * 128, 64
+"""Of the kernel's `Layer`: maps of matrices, and `Tensors` with the padding behind them."""
 
 
 class LayerWeights(NamedTuple):
@@ -107,28 +103,23 @@ class Scratch:
     """What blocks hand on to each other. One pass at a time uses it."""
 
     def __init__(self, shape: Shape, plan: Plan, device: torch.device) -> None:
-        few = plan.tokens == FEW
         sizes = {
-            "hidden": ((1 + few) * plan.tokens, shape.hidden),
-            "qkv": (plan.tokens, shape.qkv),
-            "attended": (plan.tokens, shape.query),
-            "inner": (plan.tokens, shape.inner),
-            "squares": (2, plan.tokens, shape.hidden // 8, 2),
+            "hidden": (2, MAX_TOKENS, shape.hidden),
+            "qkv": (MAX_TOKENS, shape.qkv),
+            "attended": (MAX_TOKENS, shape.query),
+            "inner": (MAX_TOKENS, shape.inner),
+            "squares": (2, MAX_TOKENS, shape.hidden // 8, 2),
             "partial_sums": (plan.num_blocks, MAX_QUERIES, 2, 2),
             "partial_results": (plan.num_blocks, MAX_QUERIES, shape.head_dim, 2),
         }
         parts = {name: math.prod(size) for name, size in sizes.items()}
         assert all(count % 8 == 0 for count in parts.values()), "the kernel writes 16 bytes at once"
-        sets_SN = torch.zeros(SETS if few else 1, sum(parts.values()), dtype=torch.bfloat16, device=device)
+        sets_SN = torch.zeros(SETS, sum(parts.values()), dtype=torch.bfloat16, device=device)
         first = sets_SN[0].split(list(parts.values()))
         self.set_words = sets_SN.shape[1] // 2
         self.tensors = {name: part.view(size) for (name, size), part in zip(sizes.items(), first, strict=True)}
         self.tensors["row_counters"] = torch.zeros(plan.num_blocks, dtype=torch.int64, device=device)
         self.tensors["counter"] = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def multiplied(self) -> list[Tensor]:
-        """By each matrix, in the order of layers.cuh."""
-        return [self.tensors[name] for name in ("hidden", "attended", "hidden", "inner")]
 
 
 def fill_in(
@@ -180,7 +171,7 @@ def boxes(layer: LayerWeights, plan: Plan) -> list[Box]:
     return [
         Box(layer.qkv_EC[None], 8 * plan.qkv_tiles, plan.qkv_chunks),
         Box(layer.o_CQ[None], 8 * plan.hidden_tiles, plan.o_chunks),
-        Box(gate_up_2IC, 8 * plan.inner_tiles // plan.passes // plan.cluster, plan.gate_up_chunks),
+        Box(gate_up_2IC, 8 * plan.inner_tiles // plan.passes, plan.gate_up_chunks),
         Box(layer.down_CI[None], 8 * plan.hidden_tiles, plan.down_chunks),
     ]
 
@@ -203,20 +194,18 @@ class _Turns:
 
 
 class _Streamer:
-    """A decoder's layers and caches as kernels of one width find them, and their scratch memory."""
+    """A decoder's layers and caches as kernels find them, and their scratch memory."""
 
-    def __init__(self, weights: PassWeights, caches: Sequence[Tensor], width: int) -> None:
+    def __init__(self, weights: PassWeights, caches: Sequence[Tensor]) -> None:
         self._device, self._shape = weights.final_norm_C.device, weights.shape
-        plan = make_plan(self._shape, sm_count(self._device), width)
+        plan = make_plan(self._shape, sm_count(self._device))
         assert plan is not None, self._shape
         assert not torch.cuda.is_current_stream_capturing(), "run once before it is captured"
         self._plan, self._kernels = plan, dict[int, Any]()
         self._page_size = caches[0].shape[2]
         table = b"".join(_packed_layer(layer, cache, plan) for layer, cache in zip(weights.layers, caches, strict=True))
         self._scratch = Scratch(self._shape, plan, self._device)
-        # behind the last layer come what matrices multiply, and the model's norm
-        for tensor in self._scratch.multiplied():
-            table += _tensor_map(tensor, tensor.shape[::-1], tensor.stride()[:-1], (64, plan.tokens))
+        table += bytes(MAPS_BYTES)  # behind the last layer comes the model's norm
         table += weights.final_norm_C.data_ptr().to_bytes(TENSORS_BYTES, "little")
         # maps must be aligned to 64 bytes; allocations are to 256
         self._layers = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self._device)
@@ -225,11 +214,10 @@ class _Streamer:
     def _kernel(self, max_query_len: int) -> Any:
         sizes = definitions(self._shape, self._plan, max_query_len=max_query_len, page_size=self._page_size)
         key = sizes["QUERY_TILES"]
-        source = source_of(self._plan)
         if key not in self._kernels:
-            found = load_kernel(source, sizes, source.stem, self._device)
+            found = load_kernel(SOURCE, sizes, SOURCE.stem, self._device)
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            ask("cuFuncSetAttribute", found, limit, self._plan.room.memory_bytes)
+            ask("cuFuncSetAttribute", found, limit, MEMORY_BYTES)
             self._kernels[key] = found
         return self._kernels[key]
 
@@ -268,17 +256,10 @@ def _launch_config(plan: Plan, stream: int) -> Any:
     config, together = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
     together.value.cooperative = 1
-    attributes = [together]
-    if plan.cluster > 1:
-        clusters = driver.CUlaunchAttribute()
-        clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        size = clusters.value.clusterDim
-        size.x, size.y, size.z = plan.cluster, 1, 1
-        attributes.append(clusters)
     config.gridDimX, config.gridDimY, config.gridDimZ = plan.num_blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = plan.room.threads, 1, 1
-    config.sharedMemBytes, config.hStream = plan.room.memory_bytes, stream
-    config.attrs, config.numAttrs = attributes, len(attributes)
+    config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+    config.sharedMemBytes, config.hStream = MEMORY_BYTES, stream
+    config.attrs, config.numAttrs = [together], 1
     return config
 
 
@@ -330,10 +311,9 @@ def streamed_pass(
     residuals_LTC = embedded_TC.new_empty(len(weights.layers), *embedded_TC.shape)
     with _turns.lock:
         tensors = [*(tensor for layer in weights.layers for tensor in layer), weights.final_norm_C, *caches]
-        width = width_of(len(embedded_TC))
-        key = (width, *weights.shape, *caches[0].shape, *(tensor.data_ptr() for tensor in tensors))
+        key = (*weights.shape, *caches[0].shape, *(tensor.data_ptr() for tensor in tensors))
         if key not in _streamers:
-            _streamers[key] = _Streamer(weights, caches, width)
+            _streamers[key] = _Streamer(weights, caches)
         captured, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(device)
         if not captured:
             _turns.begin(stream)

@@ -11,36 +11,22 @@ import torch
 
 from draftloop.kernels.triton_import import gpu_name
 
-FEW, WIDTHS = 8, (8, 16, 32, 48, 64)
-"""Tokens that kernels have room for. That of a few is `cuda/streamed_pass.cu`, the others are `cuda/wide_pass.cu`."""
-MAX_TOKENS, MAX_ROW_TOKENS, MAX_QUERIES = WIDTHS[-1], 8, 32
+MAX_TOKENS, MAX_ROW_TOKENS, MAX_QUERIES = 8, 8, 32
 """Of a pass; of a row, and times query heads that share a key/value head."""
 MAX_SPLITS = 16
 SETS = 4
-"""Of what blocks of few tokens hand on: layers take turns with them."""
+"""Of what blocks hand on: layers take turns with them."""
 SLOT_BYTES = 32 << 10
 TILE_BYTES = 8 * 64 * 2
 """Of 8 rows of weights and 64 columns."""
 
 
-class Room(NamedTuple):
-    """Of a block."""
-
-    threads: int
-    slots: int
-    """For weights on their way."""
-    scratch_bytes: int
-    shared_bytes: int
-    max_sums: int
-    """Tiles of 8 rows that a thread's registers hold sums of."""
-    max_hidden_tiles: int
-    """Tiles that `shared_bytes` hold the residual stream of."""
-    max_qkv_tiles: int
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of 227 KB that a block may have."""
-        return self.slots * SLOT_BYTES + self.scratch_bytes + self.shared_bytes
+THREADS, SLOTS, SCRATCH_BYTES, SHARED_BYTES = 288, 5, 32 << 10, 34 << 10
+"""Of a block: slots are for weights on their way."""
+MEMORY_BYTES = SLOTS * SLOT_BYTES + SCRATCH_BYTES + SHARED_BYTES
+"""Of 227 KB that a block may have."""
+MAX_SUMS = MAX_HIDDEN_TILES = 16
+"""Tiles of 8 rows that registers hold the sums of, and that `SHARED_BYTES` hold the residual stream of."""
 
 
 class Shape(NamedTuple):
@@ -101,10 +87,6 @@ def token_limit(shape: Shape, device: torch.device) -> int:
 class Plan(NamedTuple):
     """How the matrices of a shape are divided among blocks, and a block's rows among stages."""
 
-    tokens: int
-    """Of `WIDTHS`."""
-    cluster: int
-    """Blocks that send each other sums: of many tokens, two multiply their rows with half of the columns each."""
     hidden_tiles: int
     """Tiles of 8 rows that a block owns of o and down."""
     inner_tiles: int
@@ -119,50 +101,28 @@ class Plan(NamedTuple):
     qkv_chunks: int
     num_blocks: int
 
-    @property
-    def room(self) -> Room:
-        return _room(self.tokens)
-
-
-def width_of(num_tokens: int) -> int:
-    return next(width for width in WIDTHS if num_tokens <= width)
-
-
-def _room(width: int) -> Room:
-    if width == FEW:
-        return Room(288, 5, 32 << 10, 34 << 10, max_sums=16, max_hidden_tiles=16, max_qkv_tiles=16)
-    return Room(384, 4, 72 << 10, 26 << 10, max_sums=28, max_hidden_tiles=5, max_qkv_tiles=7)
-
 
 @functools.cache
-def make_plan(shape: Shape, num_sms: int, width: int) -> Plan | None:
+def make_plan(shape: Shape, num_sms: int) -> Plan | None:
     """None: heads have another size than the kernel's, or rows cannot be divided evenly among at most so many blocks,
     or columns among stages."""
-    limits, cluster = _room(width), 1 if width == FEW else 2
-    if shape.head_dim not in (64, 128) or any(
-        size % (64 * cluster) for size in (shape.hidden, shape.inner, shape.query)
-    ):
+    if shape.head_dim not in (64, 128) or any(size % 64 for size in (shape.hidden, shape.inner)):
         return None
     rows = (shape.hidden // 8, shape.inner // 8, shape.qkv // 8)
-    # two groups of warps have a half each of gates
-    hidden, inner, qkv = shares = [
-        _share(tiles, num_sms, step) for tiles, step in zip(rows, (1, cluster, 1), strict=True)
-    ]
-    passes = next(n for n in range(1, inner + 1) if inner % n == 0 and 2 * inner // n <= limits.max_sums * cluster)
-    sizes = (shape.query // cluster, shape.hidden, shape.inner // cluster, shape.hidden // cluster)
-    tiles = (hidden * cluster, 2 * inner // passes, hidden * cluster, qkv * cluster)
+    hidden, inner, qkv = shares = [_share(tiles, num_sms) for tiles in rows]
+    passes = next(n for n in range(1, inner + 1) if inner % n == 0 and 2 * inner // n <= MAX_SUMS)
+    sizes = (shape.query, shape.hidden, shape.inner, shape.hidden)
+    tiles = (hidden, 2 * inner // passes, hidden, qkv)
     o, gate_up, down, last = chunks = [_chunks(size, num_tiles) for size, num_tiles in zip(sizes, tiles, strict=True)]
-    blocks = [tiles // share for tiles, share in zip(rows, shares, strict=True)]
-    if not all(chunks) or hidden > limits.max_hidden_tiles or qkv > limits.max_qkv_tiles:
+    if not all(chunks) or hidden > MAX_HIDDEN_TILES or qkv > MAX_SUMS:
         return None
-    if cluster == 2 and (passes > 1 or any(count % 2 for count in blocks)):
-        return None
-    return Plan(width, cluster, hidden, inner, qkv, passes, o, gate_up, down, last, max(blocks))
+    num_blocks = max(tiles // share for tiles, share in zip(rows, shares, strict=True))
+    return Plan(hidden, inner, qkv, passes, o, gate_up, down, last, num_blocks)
 
 
-def _share(tiles: int, num_sms: int, step: int) -> int:
+def _share(tiles: int, num_sms: int) -> int:
     """Tiles of each block: as few as every block has alike."""
-    return next(n for n in range(step, tiles + step, step) if tiles % n == 0 and tiles // n <= num_sms)
+    return next(n for n in range(1, tiles + 1) if tiles % n == 0 and tiles // n <= num_sms)
 
 
 def _chunks(size: int, tiles: int) -> int:
@@ -171,15 +131,12 @@ def _chunks(size: int, tiles: int) -> int:
     return max(fitting, key=lambda n: (n % 2 == 0, n), default=0)
 
 
-def can_attend(
-    shape: Shape, *, num_tokens: int, num_rows: int, max_query_len: int, page_size: int, num_sms: int
-) -> bool:
-    """Whether each row and key/value head finds a block, which has one in passes of few tokens, and each row's queries
-    room in it."""
-    plan = make_plan(shape, num_sms, width_of(num_tokens))
+def can_attend(shape: Shape, *, num_rows: int, max_query_len: int, page_size: int, num_sms: int) -> bool:
+    """Whether each row and key/value head finds a block, and each row's queries room in it."""
+    plan = make_plan(shape, num_sms)
     return (
         plan is not None
-        and (plan.tokens > FEW or num_rows * shape.num_kv_heads <= plan.num_blocks)
+        and num_rows * shape.num_kv_heads <= plan.num_blocks
         and max_query_len <= MAX_ROW_TOKENS
         and max_query_len * shape.group <= MAX_QUERIES
         and page_size % 16 == 0
@@ -191,8 +148,7 @@ def definitions(shape: Shape, plan: Plan, *, max_query_len: int, page_size: int)
     sizes = {"hidden": shape.hidden, "query": shape.query, "inner": shape.inner, "qkv": shape.qkv}
     heads = {"kv_heads": shape.num_kv_heads, "group": shape.group, "head_dim": shape.head_dim}
     attention = {**heads, "page_size": page_size, "query_tiles": -(-max_query_len * shape.group // 8)}
-    room = plan.room
-    memory = {"slots": room.slots, "slot_bytes": SLOT_BYTES}
-    memory |= {"scratch_bytes": room.scratch_bytes, "shared_bytes": room.shared_bytes}
+    memory = {"slots": SLOTS, "slot_bytes": SLOT_BYTES, "scratch_bytes": SCRATCH_BYTES, "shared_bytes": SHARED_BYTES}
+    memory["tokens"] = MAX_TOKENS
     found = {**sizes, **attention, **plan._asdict(), **memory}
     return {name.upper(): value for name, value in found.items() if name != "num_blocks"}

@@ -51,7 +51,6 @@ def streamed_weights(
         return None
     fits = can_attend(
         found.shape,
-        num_tokens=num_tokens,
         num_rows=batch.rows_R.shape[0],
         max_query_len=_longest(batch, num_tokens),
         page_size=backend.shape.page_size,

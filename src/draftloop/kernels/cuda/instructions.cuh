@@ -78,31 +78,6 @@ __device__ __forceinline__ bool is_past(u32 barrier, u32 parity)
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     return done;
 }
-// 64 columns of all tokens.
-__device__ __forceinline__ void copy_tokens(u32 to, const TensorMap& map, int column, u32 barrier)
-{
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(barrier) : "memory");
-}
-// To the same place in another block of the cluster, and counted by the barrier there.
-__device__ __forceinline__ void send(u32 to, const float (&values)[4], u32 barrier, u32 rank)
-{
-    asm volatile("{ .reg .b32 there, counter; mapa.shared::cluster.u32 there, %0, %6; "
-                 "mapa.shared::cluster.u32 counter, %5, %6; "
-                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%1, %2, %3, %4}, [counter]; }"
-                 ::"r"(to), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier), "r"(rank)
-                 : "memory");
-}
-// Then what other blocks have sent is seen.
-__device__ __forceinline__ bool is_past_in_cluster(u32 barrier, u32 parity)
-{
-    u32 done;
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
-                 "selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    return done;
-}
 __device__ __forceinline__ u64 acquired(const u64* p)
 {
     u64 seen;
@@ -141,11 +116,6 @@ __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap& map, int co
                  "[%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((short)blocks) : "memory");
 }
-// Threads write and read by one proxy, the copy engine by another, and the order in which threads have met holds for
-// the two only if a fence between proxies stands on the way from the one access to the other (PTX ISA, memory
-// consistency model: causality order). Of shared and of global memory.
-__device__ __forceinline__ void let_proxies_agree() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 // What blocks hand on to each other, word by word: no order among words is asked for.
 __device__ __forceinline__ void load(u32& x, const u32* p)
 {
@@ -194,11 +164,6 @@ __device__ __forceinline__ void copy_later(uint4* to, const uint4* from, bool ze
                  ::"r"(address(to)), "l"(from), "r"(zeros ? 0 : 16) : "memory");
 }
 __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int YOUNGEST> __device__ __forceinline__ void await_closed_copies()  // but for so many closed groups
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGEST) : "memory");
-}
 
 // Matrices of 8 x 8 bf16, and products of 16 x 16 by 16 x 8.
 __device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 at)
@@ -220,13 +185,6 @@ __device__ __forceinline__ void load_transposed(u32 (&b)[2], u32 at)
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(b[0]), "=r"(b[1]) : "r"(at) : "memory");
 }
-// A matrix of 8 x 8 of which a thread has a pair.
-__device__ __forceinline__ u32 transposed(u32 pair)
-{
-    u32 found;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(pair));
-    return found;
-}
 __device__ __forceinline__ void multiply_add(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -235,8 +193,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], u32 a0, u32 a1, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Products of 64 x 16 by 16 x (8 * COUNT), by a group of four warps, which wait for them later. Both factors are as
-// `described`. Of the 64 rows a warp gets 16, in the order of m16n8k16.
+// Products by a group of four warps, which wait for them later.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int YOUNGEST> __device__ __forceinline__ void await_products()  // but for so many commitments
@@ -244,41 +201,6 @@ template <int YOUNGEST> __device__ __forceinline__ void await_products()  // but
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(YOUNGEST) : "memory");
 }
 __device__ __forceinline__ void forget(float& value) { asm volatile("" : "+f"(value)::"memory"); }
-#define SUMS(i) "+f"(sums[FIRST + i][0]), "+f"(sums[FIRST + i][1]), "+f"(sums[FIRST + i][2]), "+f"(sums[FIRST + i][3])
-#define PRODUCT(N, SUM_NAMES, A, B, ONE, ...) \
-    asm volatile("{ .reg .pred add; setp.ne.u32 add, %" #ONE ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
-                 "k16.f32.bf16.bf16 {" SUM_NAMES "}, %" #A ", %" #B ", add, 1, 1, 0, 0; }" \
-                 : __VA_ARGS__ : "l"(tokens), "l"(weights), "r"(1))
-template <int FIRST, int COUNT, int TILES>
-__device__ __forceinline__ void multiply_add_64(float (&sums)[TILES][4], u64 tokens, u64 weights)
-{
-    static_assert(COUNT <= 4 || COUNT == 6 || COUNT == 8 || COUNT == 14, "tiles of 8 rows");
-    if constexpr (COUNT == 1) PRODUCT(8, "%0, %1, %2, %3", 4, 5, 6, SUMS(0));
-    if constexpr (COUNT == 2) PRODUCT(16, "%0, %1, %2, %3, %4, %5, %6, %7", 8, 9, 10, SUMS(0), SUMS(1));
-    if constexpr (COUNT == 3)
-        PRODUCT(24, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11", 12, 13, 14, SUMS(0), SUMS(1), SUMS(2));
-    if constexpr (COUNT == 4)
-        PRODUCT(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", 16, 17, 18,
-                SUMS(0), SUMS(1), SUMS(2), SUMS(3));
-    if constexpr (COUNT == 6)
-        PRODUCT(48, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                    "%16, %17, %18, %19, %20, %21, %22, %23", 24, 25, 26,
-                SUMS(0), SUMS(1), SUMS(2), SUMS(3),
-                SUMS(4), SUMS(5));
-    if constexpr (COUNT == 8)
-        PRODUCT(64, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31", 32, 33, 34,
-                SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5), SUMS(6), SUMS(7));
-    if constexpr (COUNT == 14)
-        PRODUCT(112, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                    "%48, %49, %50, %51, %52, %53, %54, %55", 56, 57, 58,
-                SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5), SUMS(6),
-                SUMS(7), SUMS(8), SUMS(9), SUMS(10), SUMS(11), SUMS(12), SUMS(13));
-}
-#undef PRODUCT
-#undef SUMS
 #endif
 
 // 16 columns of rows in shared memory, of which 64 columns of bf16 are 128 bytes, swizzled by the copy engine: where

@@ -1,4 +1,4 @@
-// What passes of few and of many tokens have in common: layers, and the order in which a block asks for weights.
+// A decoder's layers, and the order in which a block asks for weights.
 //
 // streamed_plan.py defines the sizes: HIDDEN, QUERY, INNER, QKV; of each matrix the tiles of 8 rows that a block owns
 // and the chunks of 64 columns in a stage; TOKENS; SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and those of
@@ -19,15 +19,15 @@ struct Layer {  // as streamed_pass.py packs it
 };
 
 struct Pass {
-    const Layer* layers;  // and one more, which has maps of what each matrix multiplies, and the model's last norm
+    const Layer* layers;  // and one more, which has the model's last norm
     const u32* embedded;  // [num_tokens, HIDDEN]
     u32* residuals;       // [num_layers, num_tokens, HIDDEN], behind each layer
     u32* out;             // [num_tokens, HIDDEN], normed
-    // what blocks hand on: of few tokens the first of the sets of streamed_pass.cu
-    u32* hidden;          // [TOKENS, HIDDEN], in the order of `handed_on`; of few tokens two, one for each norm
+    // what blocks hand on: the first of the sets of streamed_pass.cu
+    u32* hidden;          // [2, TOKENS, HIDDEN], in the order of `handed_on`, for each norm
     u32 *qkv;             // [TOKENS, QKV]
     u32 *attended, *inner;  // [TOKENS, size], in the order of `handed_on`
-    float* squares;       // [2, HIDDEN_BLOCKS, TOKENS] of few tokens, [2, TOKENS, HIDDEN_BLOCKS] of many
+    float* squares;       // [2, HIDDEN_BLOCKS, TOKENS]
     Partials partials;
     u64* counter;
     Batch batch;

@@ -5,9 +5,8 @@
 // memory is read while blocks wait for each other. Eight warps multiply; each takes every eighth step of 16 columns,
 // and their sums are added up in a fixed order.
 //
-// TOKENS is 8, or more: then wide_linears.cuh has the products. What blocks hand on to products of 8 is kept in the
-// order in which tensor cores take it (`handed_on`). They are m16n8k16: tokens are the 16, of which 8 are used, rows of
-// weights the 8.
+// What blocks hand on is kept in the order in which tensor cores take it (`handed_on`). Products are m16n8k16: tokens are
+// the 16, of which 8 are used, rows of weights the 8.
 #pragma once
 #include "ring.cuh"
 
@@ -37,9 +36,8 @@ __device__ __forceinline__ Thread this_thread(int num_tokens)
 
 __device__ __forceinline__ void consumers_meet() { threads_meet(CONSUMERS); }
 
-// What blocks of few tokens hand on says itself that it is there: before, its words are EMPTY, which no sum is and no
-// pair of rounded numbers. Whoever needs it looks until it is there, so nothing waits for more than its own inputs. Of
-// many tokens it is there when blocks have met.
+// What blocks hand on says itself that it is there: before, its words are EMPTY, which no sum is and no
+// pair of rounded numbers. Whoever needs it looks until it is there, so nothing waits for more than its own inputs.
 constexpr u32 EMPTY = ~0u;
 template <int N> __device__ __forceinline__ bool are_there(const u32 (&words)[N])
 {
@@ -66,7 +64,6 @@ struct Meeting {
         : counter(counter), size(size), target(acquired(counter) / size * size) {}
     __device__ void arrive(int weight = 1)
     {
-        if (TOKENS > 8) let_proxies_agree();  // the copy engine reads what this thread wrote, and writes where it did
         consumers_meet();
         target += size;
         if (threadIdx.x == CONSUMERS - 1) add_released(counter, weight);
@@ -78,13 +75,6 @@ struct Meeting {
         consumers_meet();
     }
     __device__ void meet() { arrive(), wait(); }
-    // By a thread that brings what blocks hand on, at each meeting.
-    __device__ void follow()
-    {
-        target += size;
-        see();
-        let_proxies_agree();
-    }
     __device__ void see() const
     {
         look_until([&] { return acquired(counter) >= target; });
@@ -106,7 +96,6 @@ __device__ __forceinline__ void fetch(Ring& ring, const TensorMap& map, int row,
     }
 }
 
-#if TOKENS == 8
 // Where a pair of columns of 8 tokens stands, so that a thread finds its part of 16 columns side by side.
 template <int SIZE> __device__ __forceinline__ u32& handed_on(u32* to, int column, int token)
 {
@@ -223,6 +212,3 @@ __device__ __forceinline__ void add_up(const float (&sums)[TILES][4], float2* sc
         }
     }
 }
-#else
-#include "wide_linears.cuh"
-#endif

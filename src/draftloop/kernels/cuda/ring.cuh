@@ -20,10 +20,6 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity)
 {
     look_until([&] { return is_past(barrier, parity); });
 }
-__device__ __forceinline__ void wait_in_cluster(u32 barrier, u32 parity)  // for what other blocks have sent
-{
-    look_until([&] { return is_past_in_cluster(barrier, parity); });
-}
 
 template <int SLOTS_OF, int BYTES>
 struct RingOf {
