@@ -64,7 +64,6 @@ static void copy_rows_to_all(u32 to, const TensorMap& map, int column, int eight
 static void await_kernel_in_front() {}
 static void let_next_kernel_start() {}
 static u64 read_often() { return 0; }
-static float __fdividef(float x, float y) { return x / y; }
 template <int TILES> static void multiply_add(float (&sums)[TILES][4], u64 rows, u64 columns)
 {
     multiply_add_64<0, TILES>(sums, rows, columns);
