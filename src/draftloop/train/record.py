@@ -95,7 +95,7 @@ class _Recorder:
             found = read_prompts(Path(options.data), tokenizer)
             self.prompts = [ids for ids in found if len(ids) <= self.longest // 2]
             if dropped := len(found) - len(self.prompts):
-                logger.warning("%d prompts of %d tokens or more are left out", dropped, self.longest // 2)
+                logger.warning("%d prompts of more than %d tokens are left out", dropped, self.longest // 2)
             random.Random(options.seed).shuffle(self.prompts)
             if not self.prompts:
                 raise ConfigError(f"no prompt in {options.data!r} is short enough; raise --row-tokens")
