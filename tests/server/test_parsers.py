@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
+from draftloop.server.chat import _ParserPlan
 from draftloop.server.parsers import (
     ForcedCallParser,
     Parser,
@@ -18,6 +21,7 @@ from draftloop.server.parsers import (
     TagParser,
     forced_calls_schema,
 )
+from draftloop.server.protocol import ChatRequest
 from draftloop.server.text import TextCursor, possible_start
 
 TRANSCRIPT = (
@@ -172,6 +176,19 @@ def test_the_grammar_of_forced_calls_names_the_tools():
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["f", "g"]
     assert "maxItems" not in forced_calls_schema(tools, None, parallel=True)
+
+
+@pytest.mark.parametrize(("vocabulary", "end"), [({"</think>": 7}, 7), ({}, None)])
+def test_a_grammar_begins_after_the_reasoning_where_a_token_ends_that_and_else_at_once(vocabulary, end):
+    backend = Tokenizer(models.WordLevel(vocabulary))
+    options = SimpleNamespace(reasoning_parser="think", tool_call_parser=None)
+    serving = SimpleNamespace(options=options, tokenizer=SimpleNamespace(backend=backend))
+    body = ChatRequest(messages=[{"role": "user", "content": "?"}], response_format={"type": "json_object"})
+    plan = _ParserPlan(serving, body, "<|assistant|><think>\n")
+    params = plan.constrain(body.sampling_params({}))
+    assert params.structured_outputs.after_token_id == end
+    text = "hm</think>{}" if end else "{}"
+    assert read(plan.parser(), text) == Parts(content="{}", reasoning="hm" if end else "")
 
 
 def test_references_of_a_tools_schema_lead_to_its_own_definitions():

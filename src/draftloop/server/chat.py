@@ -144,8 +144,9 @@ class _ParserPlan:
             grammar = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
         if grammar is None:
             return params
-        end = self._serving.tokenizer.backend.token_to_id(END_THINK) if self._in_reasoning else None
-        if end is not None and grammar.after_token_id is None:
+        if self._in_reasoning and grammar.after_token_id is None:
+            end = self._serving.tokenizer.backend.token_to_id(END_THINK)
+            self._in_reasoning = end is not None  # else the grammar begins at once, and all is content
             grammar = replace(grammar, after_token_id=end)
         return replace(params, structured_outputs=grammar)
 
