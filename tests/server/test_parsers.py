@@ -193,7 +193,8 @@ def test_a_grammar_begins_after_the_reasoning_where_a_token_ends_that_and_else_a
 
 def test_references_of_a_tools_schema_lead_to_its_own_definitions():
     """As pydantic writes them, two tools with definitions of one name, one of them of itself."""
-    city = {"$defs": {"Place": {"enum": ["Rome"]}}, "properties": {"at": {"$ref": "#/$defs/Place"}}}
+    place = {"$ref": "#/$defs/Place"}
+    city = {"$defs": {"Place": {"enum": ["Rome"]}}, "properties": {"at": place, "default": place}}
     tree = {
         "$defs": {"Place": {"type": "integer"}},
         "properties": {"at": {"$ref": "#/$defs/Place"}, "in": {"$ref": "#"}},
@@ -204,6 +205,7 @@ def test_references_of_a_tools_schema_lead_to_its_own_definitions():
     for name, arguments, fits in [
         ("city", {"at": "Rome"}, True),
         ("city", {"at": 3}, False),
+        ("city", {"default": 3}, False),
         ("tree", {"at": 3, "in": {"in": {"at": 4}}, "kind": {"$ref": "#"}}, True),
         ("tree", {"at": 3, "in": {"in": {"at": "Rome"}}}, False),
         ("other", {}, False),

@@ -40,12 +40,13 @@ def test_a_pattern_matches_what_is_valid_and_nothing_else(format, texts):
 def test_only_formats_of_strings_are_replaced_and_patterns_of_ones_own_stay():
     day, own = {"type": "string", "format": "date"}, {"type": "string", "format": "date", "pattern": "^2"}
     schema = {
-        "properties": {"a": day, "format": {"type": "integer"}, "b": {"anyOf": [own, {"const": day}]}},
+        "properties": {"a": day, "enum": day, "format": {"type": "integer"}, "b": {"anyOf": [own, {"const": day}]}},
         "format": {"x": 1},
     }
     changed = json.loads(with_patterns(json.dumps(schema)))
-    assert changed["properties"]["a"] == {"type": "string", "pattern": PATTERNS["date"]}
-    changed["properties"]["a"] = day
+    for name in ("a", "enum"):
+        assert changed["properties"][name] == {"type": "string", "pattern": PATTERNS["date"]}
+        changed["properties"][name] = day
     assert changed == schema
 
 

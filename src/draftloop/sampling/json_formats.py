@@ -6,6 +6,7 @@ Its `ipv4` takes leading zeros, and its `date` takes days that a month does not 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9][0-9]|[0-9])"
@@ -19,23 +20,34 @@ PATTERNS = {
     "date": f"^({_YEAR}-((0[1-9]|1[0-2])-{_DAY}|{_LONG}|{_SHORT})|{_LEAP}-02-29)$",
 }
 """Format -> what all of its strings match, and nothing else does."""
-JSON_VALUES = ("enum", "const", "default", "examples")
-"""Keys of a schema that hold no schemas."""
+_VALUES = frozenset({"enum", "const", "default", "examples"})
+"""Keys that hold no schemas."""
+_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+"""Keys that hold schemas under names of the user's, which mean nothing."""
 
 
 def with_patterns(schema: str) -> str:
     """The same JSON schema, as text, with patterns in the place of these formats where it brings none of its own."""
-    return json.dumps(_replaced(json.loads(schema)))
+    return json.dumps(map_schemas(json.loads(schema), _with_pattern))
 
 
-def _replaced(part: Any) -> Any:
-    if isinstance(part, list):
-        return [_replaced(one) for one in part]
-    if not isinstance(part, dict):
-        return part
-    found = {key: value if key in JSON_VALUES else _replaced(value) for key, value in part.items()}
+def _with_pattern(part: dict[str, Any]) -> dict[str, Any]:
     pattern = PATTERNS.get(part["format"]) if isinstance(part.get("format"), str) else None
-    if pattern is not None and part.get("type") == "string" and "pattern" not in part:
-        del found["format"]
-        found["pattern"] = pattern
-    return found
+    if pattern is None or part.get("type") != "string" or "pattern" in part:
+        return part
+    return {**{key: value for key, value in part.items() if key != "format"}, "pattern": pattern}
+
+
+def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A JSON schema, or what holds some, of which each part that is a schema itself was changed."""
+    if isinstance(schema, list):
+        return [map_schemas(one, change) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            found[key] = {name: map_schemas(one, change) for name, one in value.items()}
+        else:
+            found[key] = value if key in _VALUES else map_schemas(value, change)
+    return change(found)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from draftloop.sampling.json_formats import JSON_VALUES
+from draftloop.sampling.json_formats import map_schemas
 from draftloop.server.text import possible_start
 
 THINK, END_THINK = "<think>", "</think>"
@@ -174,17 +174,15 @@ def forced_calls_schema(tools: Sequence[dict[str, Any]], name: str | None, *, pa
     return array if parallel else {**array, "maxItems": 1}
 
 
-def _moved(schema: Any, root: str) -> Any:
+def _moved(schema: dict[str, Any], root: str) -> dict[str, Any]:
     """A JSON schema as part of another, at `root`, where its own references lead from then on."""
-    if isinstance(schema, list):
-        return [_moved(one, root) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: value if key in JSON_VALUES else _moved(value, root) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        found["$ref"] = root + reference[1:]
-    return found
+
+    def move(part: dict[str, Any]) -> dict[str, Any]:
+        reference = part.get("$ref")
+        is_own = isinstance(reference, str) and reference.startswith("#")
+        return {**part, "$ref": root + reference[1:]} if is_own else part
+
+    return map_schemas(schema, move)
 
 
 def read_call(text: str) -> ToolCall | None:
