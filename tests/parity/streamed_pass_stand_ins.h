@@ -10,6 +10,18 @@ static u32 nearest(float value)
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 static u32 rounded(float first, float second) { return nearest(first) | nearest(second) << 16; }
+static u32 product_of_pairs(u32 first, u32 second)
+{
+    return rounded(__uint_as_float(first << 16) * __uint_as_float(second << 16),
+                   __uint_as_float(first & 0xffff0000) * __uint_as_float(second & 0xffff0000));
+}
+template <u32 MORE> static u32 masked_or(u32 bits, u32 mask) { return bits & mask | MORE; }
+static float from_half(u32 bits)
+{
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const float size = exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
+    return bits >> 15 ? -size : size;
+}
 static float power_of_two(float x) { return exp2f(x); }
 static void rest() { give_way(); }
 
@@ -44,26 +56,31 @@ static bool is_past(u32 barrier, u32 parity)
 
 static u64 read_once() { return 0; }
 static void make_ready(const TensorMap&) {}
-static void copy_in(Block& block, u32 to, const TensorMap& map, int column, int row, u32 at)
+static void copy_in(Block& block, u32 to, const TensorMap& map, const long (&first)[4], u32 at)
 {
-    struct { const unsigned char* values; long halves, rows, columns, box_rows, box_chunks; } matrix;
-    memcpy(&matrix, &map, sizeof matrix);
-    if (to % 1024 || row + matrix.box_rows > matrix.rows || column + 64 * matrix.box_chunks > matrix.columns) abort();
-    const long lines = matrix.box_chunks * matrix.halves * matrix.box_rows;
+    struct { const unsigned char* values; long sizes[4], strides[3], box[4], is_swizzled; } all;
+    memcpy(&all, &map, sizeof all);
+    if (to % 128) abort();
+    for (int i = 0; i < 4; i++)
+        if (first[i] + all.box[i] > all.sizes[i]) abort();
+    const long line_bytes = all.box[0] * 2, lines = all.box[1] * all.box[2] * all.box[3];
     for (long line = 0; line < lines; line++) {
-        const long chunk = line / matrix.box_rows / matrix.halves, half = line / matrix.box_rows % matrix.halves;
-        const long from = half * matrix.rows + row + line % matrix.box_rows;
-        for (int part = 0; part < 8; part++)  // swizzled
-            memcpy(block.memory + to + line * 128 + (part ^ line % 8) * 16,
-                   matrix.values + (from * matrix.columns + column + chunk * 64 + part * 8) * 2, 16);
+        const long one = line % all.box[1], two = line / all.box[1] % all.box[2], three = line / all.box[1] / all.box[2];
+        const long from = first[0] + (first[1] + one) * all.strides[0] + (first[2] + two) * all.strides[1] +
+                          (first[3] + three) * all.strides[2];
+        for (long part = 0; part < line_bytes; part += 16) {
+            const u32 place = to + line * line_bytes + part;
+            memcpy(block.memory + (all.is_swizzled ? place ^ place / 128 % 8 * 16 : place),
+                   all.values + from * 2 + part, 16);
+        }
     }
     Barrier& barrier = block.barriers.at(at);
-    barrier.bytes -= lines * 128;
+    barrier.bytes -= lines * line_bytes;
     settle(barrier);
 }
 static void copy(u32 to, const TensorMap& map, int chunk, int row, u32 at, u64)
 {
-    copy_in(here(), to, map, chunk * 64, row, at);
+    copy_in(here(), to, map, {0, row, 0, chunk}, at);
 }
 
 static float load_float(const float* p) { return *p; }
@@ -83,6 +100,12 @@ static u64 acquired(const u64* p)
     return *p;
 }
 
+static u32 load_half(u32 at)
+{
+    unsigned short bits;
+    memcpy(&bits, here().memory + at, 2);
+    return bits;
+}
 template <int N> static void show_address(u32 at, void (*take)(u32 (&)[N], const unsigned*), u32 (&b)[N])
 {
     warp().shown[threadIdx.x % 32] = at;

@@ -24,9 +24,11 @@ from draftloop.attention.base import AttentionBatch
 from draftloop.attention.registry import attention_backend
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, time_us
 from draftloop.bench.sweep_report import SweepReport, gpu, run_bench
+from draftloop.kernels.quantised import QuantisedWeight
 from draftloop.kernels.streamed_plan import MAX_TOKENS, trying
 from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
 from draftloop.models.presets import PRESETS
+from draftloop.models.quantisation import online
 
 NUM_KEYS, PAGE_SIZE, REPLAYS = 640, 16, 40
 
@@ -38,6 +40,7 @@ class Case(NamedTuple):
     num_layers: int
     rows: int
     query_len: int
+    quantization: str | None = None
 
 
 CASES = [
@@ -48,17 +51,29 @@ CASES = [
     Case("llama-3.2-1b", 16, 8, 1),
     Case("llama-3.1-8b", 6, 8, 1),
     Case("smollm2-135m-shape", 30, 8, 1),
+    Case("llama-3.1-8b", 12, 1, 1, "int4"),
+    Case("llama-3.1-8b", 8, 1, 1, "fp8"),
+    Case("llama-3.1-8b", 12, 1, 6, "int4"),
+    Case("llama-3.1-8b", 8, 1, 6, "fp8"),
+    Case("llama-3.1-8b", 12, 8, 1, "int4"),
+    Case("llama-3.1-8b", 8, 8, 1, "fp8"),
+    Case("llama-3.2-1b", 16, 1, 1, "int4"),
+    Case("llama-3.2-1b", 16, 1, 1, "fp8"),
 ]
 
 
 def make_pass(case: Case, device: torch.device) -> tuple[Callable[[], Tensor], float]:
     """A pass without its logits, and the us that memory needs for its weights."""
-    config = replace(PRESETS[case.model], num_layers=case.num_layers)
+    quantisation = online(case.quantization) if case.quantization else None
+    config = replace(PRESETS[case.model], num_layers=case.num_layers, quantisation=quantisation)
     shape = attention_shape(config, page_size=PAGE_SIZE, dtype=DTYPE)
     backend = attention_backend("triton" if device.type == "cuda" else "sdpa", device.type)(shape, device)
     model = DenseDecoder(config, backend, device=device, dtype=DTYPE, max_positions=4 * NUM_KEYS)
     for name, weight in model.named_parameters():
-        weight.data.normal_(mean=float(name.endswith("norm")), std=0.02)
+        if weight.dtype is DTYPE:
+            weight.data.normal_(mean=float(name.endswith("norm")), std=0.02)
+    for weight in (module for module in model.modules() if isinstance(module, QuantisedWeight)):
+        weight.fill(0, weight.quantise(torch.randn(weight.shape, device=device) * 0.02))
     spec, num_tokens = cache_spec(config, DTYPE), case.rows * case.query_len
     pages = -(-NUM_KEYS // PAGE_SIZE)
     cache = torch.randn(
@@ -120,8 +135,9 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     case = Case(**row["case"])
     wrong = "" if row["same"] else "  NOT THE SAME EACH TIME"
+    model = f"{case.model} {case.quantization or ''}".rstrip()
     return (
-        f"{case.model} {case.rows} x {case.query_len}: {row['us']:.1f} us a layer, streamed {row['streamed_us']:.1f} "
+        f"{model} {case.rows} x {case.query_len}: {row['us']:.1f} us a layer, streamed {row['streamed_us']:.1f} "
         f"({row['streamed_us'] / row['us'] - 1:+.1%}), floor {row['floor_us']:.1f}, "
         f"difference {row['difference']:.1e}{wrong}"
     )

@@ -204,6 +204,10 @@ class Int4Weight(QuantisedWeight):
         strides = (1, self.shape[0])
         return Planes(self.packed_BNJ, self.scale_GN, strides, self.group_size, 1, self.row_scale_N, self.zero_GN)
 
+    @property
+    def is_arranged(self) -> bool:
+        return self.order_K is None
+
     def arranged(self, x_TK: Tensor) -> Tensor:
         return x_TK if self.order_K is None else x_TK.index_select(1, self.order_K)
 

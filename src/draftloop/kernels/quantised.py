@@ -90,6 +90,11 @@ class QuantisedWeight(torch.nn.Module, ABC):
     def planes(self) -> Planes:
         """The stored tensors, as the kernel wants them."""
 
+    @property
+    def is_arranged(self) -> bool:
+        """Whether stored columns are in the order of the input's."""
+        return True
+
     def arranged(self, x_TK: Tensor) -> Tensor:
         """Activations in the order of the stored columns."""
         return x_TK

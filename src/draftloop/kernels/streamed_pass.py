@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +22,17 @@ from torch import Tensor
 from draftloop.kernels.cuda_source import load_kernel
 from draftloop.kernels.driver import ask, bindings
 from draftloop.kernels.linear import sm_count
+from draftloop.kernels.linear_planes import Planes
 from draftloop.kernels.streamed_plan import (
+    BF16,
+    FP8,
+    INT4,
+    INT4_ZEROS,
     MAX_QUERIES,
     MAX_SPLITS,
     MAX_TOKENS,
-    MEMORY_BYTES,
     SETS,
-    THREADS,
+    Format,
     Plan,
     Shape,
     definitions,
@@ -36,20 +40,60 @@ from draftloop.kernels.streamed_plan import (
 )
 
 SOURCE = Path(__file__).parent / "cuda" / "streamed_pass.cu"
-MAPS_BYTES, TENSORS_BYTES = 4 * 128, 64
-"""Of the kernel's `Layer`: maps of matrices, and `Tensors` with the padding behind them."""
+MAP_BYTES, TENSORS_BYTES = 128, 64
+"""Of the kernel's `Layer`: a map, and `Tensors`."""
+
+
+Matrix = Tensor | Planes
+"""bf16 and contiguous, or packed."""
 
 
 class LayerWeights(NamedTuple):
-    """Of a layer. bf16 and contiguous."""
+    """Of a layer. Norms are bf16 and contiguous."""
 
     attention_norm_C: Tensor
-    qkv_EC: Tensor
-    o_CQ: Tensor
+    qkv_EC: Matrix
+    o_CQ: Matrix
     mlp_norm_C: Tensor
-    gate_up_2IC: Tensor
+    gate_up_2IC: Matrix
     """The gate's rows, then those that it multiplies."""
-    down_CI: Tensor
+    down_CI: Matrix
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """In the order of layers.cuh."""
+        return self.qkv_EC, self.o_CQ, self.gate_up_2IC, self.down_CI
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that the kernel reads."""
+        parts = [
+            (one,) if isinstance(one, Tensor) else (one.packed_BNJ, one.scale, one.zero_GN, one.row_scale_N)
+            for one in self.matrices
+        ]
+        found = (self.attention_norm_C, self.mlp_norm_C, *(part for one in parts for part in one))
+        return [tensor for tensor in found if tensor is not None]
+
+
+def format_of(matrix: Matrix) -> Format | None:
+    """None: the kernel does not know it."""
+    if isinstance(matrix, Tensor):
+        return BF16 if matrix.dtype is torch.bfloat16 else None
+    if matrix.row_scale_N is None or matrix.packed_BNJ.dtype is not torch.int16:
+        return None  # scales of blocks; or columns that are not packed
+    if matrix.num_planes == FP8.planes:
+        return FP8 if matrix.group == 0 else None
+    if matrix.group != INT4.chunk_columns or matrix.scale.dtype is not torch.float16:
+        return None
+    return INT4 if matrix.zero_GN is None else INT4_ZEROS
+
+
+def size_of(matrix: Matrix) -> tuple[int, int]:
+    """Rows and columns."""
+    if isinstance(matrix, Tensor):
+        return matrix.shape[0], matrix.shape[1]
+    blocks, rows, _ = matrix.packed_BNJ.shape
+    return rows, blocks * INT4.chunk_columns
 
 
 class PassWeights(NamedTuple):
@@ -67,9 +111,12 @@ class PassWeights(NamedTuple):
 
     @property
     def shape(self) -> Shape:
+        """Of a decoder whose matrices are all in one known format."""
         first = self.layers[0]
-        (hidden, query), inner = first.o_CQ.shape, first.down_CI.shape[1]
-        return Shape(hidden, inner, query // self.head_dim, self.num_kv_heads, self.head_dim)
+        (hidden, query), (_, inner) = size_of(first.o_CQ), size_of(first.down_CI)
+        weights = format_of(first.o_CQ)
+        assert weights is not None
+        return Shape(hidden, inner, query // self.head_dim, self.num_kv_heads, self.head_dim, weights)
 
 
 class PassBatch(NamedTuple):
@@ -152,28 +199,60 @@ def fill_in(
 
 def layer_addresses(layer: LayerWeights, kv_2PSGD: Tensor) -> list[int]:
     """Of `Tensors` of layers.cuh."""
-    return [tensor.data_ptr() for tensor in (layer.attention_norm_C, layer.mlp_norm_C, *kv_2PSGD)]
+    scales = [None if isinstance(one, Tensor) else one.row_scale_N for one in layer.matrices]
+    tensors = (layer.attention_norm_C, layer.mlp_norm_C, *kv_2PSGD, *scales)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 class Box(NamedTuple):
-    """What is copied of a matrix at once."""
+    """What the copy engine takes at once out of a tensor of 16 bits. The last dimension comes first."""
 
-    matrix_HRC: Tensor
-    """As halves, of which the same rows are copied."""
-    rows: int
-    chunks: int
-    """Of 64 columns."""
+    tensor: Tensor
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Of all dimensions but the first."""
+    box: tuple[int, ...]
+    is_swizzled: bool = True
+    """By 128 bytes."""
 
 
 def boxes(layer: LayerWeights, plan: Plan) -> list[Box]:
-    """Of the matrices of a layer, in the order of layers.cuh."""
-    gate_up_2IC = layer.gate_up_2IC.view(2, -1, layer.gate_up_2IC.shape[1])
+    """Of the matrices of a layer and what they consist of, in the order of layers.cuh."""
+    qkv, o, gate_up, down = layer.matrices
     return [
-        Box(layer.qkv_EC[None], 8 * plan.qkv_tiles, plan.qkv_chunks),
-        Box(layer.o_CQ[None], 8 * plan.hidden_tiles, plan.o_chunks),
-        Box(gate_up_2IC, 8 * plan.inner_tiles // plan.passes, plan.gate_up_chunks),
-        Box(layer.down_CI[None], 8 * plan.hidden_tiles, plan.down_chunks),
+        *_boxes(qkv, 1, plan.qkv_tiles, plan.qkv_chunks),
+        *_boxes(o, 1, plan.hidden_tiles, plan.o_chunks),
+        *_boxes(gate_up, 2, plan.inner_tiles // plan.passes, plan.gate_up_chunks),
+        *_boxes(down, 1, plan.hidden_tiles, plan.down_chunks),
     ]
+
+
+def _boxes(matrix: Matrix, halves: int, tiles: int, chunks: int) -> list[Box]:
+    """Of the same rows of each half."""
+    rows, columns = size_of(matrix)[0] // halves, size_of(matrix)[1]
+    if isinstance(matrix, Tensor):
+        sizes, strides = (64, rows, halves, columns // 64), (columns, rows * columns, 64)
+        return [Box(matrix, sizes, strides, (64, 8 * tiles, halves, chunks))]
+    blocks, _, words = matrix.packed_BNJ.shape
+    lines = rows * words // 64
+    sizes, strides = (64, lines, halves, blocks), (64, lines * 64, halves * lines * 64)
+    found = [Box(matrix.packed_BNJ, sizes, strides, (64, 8 * tiles * words // 64, halves, chunks))]
+    sizes, strides = (8, rows // 8, halves, blocks), (8, rows, halves * rows)
+    groups = (matrix.scale, matrix.zero_GN) if matrix.group else ()
+    found += [Box(one, sizes, strides, (8, tiles, halves, chunks), False) for one in groups if one is not None]
+    return found
+
+
+def kernel_layers(
+    weights: PassWeights, caches: Sequence[Tensor], plan: Plan, make_map: Callable[[Box], bytes]
+) -> bytes:
+    """`Layer`s of layers.cuh; in the place of one more the model's norm."""
+    layers = []
+    for layer, kv_2PSGD in zip(weights.layers, caches, strict=True):
+        addresses = b"".join(address.to_bytes(8, "little") for address in layer_addresses(layer, kv_2PSGD))
+        layers.append(b"".join(make_map(box) for box in boxes(layer, plan)) + addresses.ljust(TENSORS_BYTES, b"\0"))
+    layers.append(bytes(4 * weights.shape.weights.kinds * MAP_BYTES))
+    return b"".join(layers) + weights.final_norm_C.data_ptr().to_bytes(TENSORS_BYTES, "little")
 
 
 class _Turns:
@@ -203,10 +282,8 @@ class _Streamer:
         assert not torch.cuda.is_current_stream_capturing(), "run once before it is captured"
         self._plan, self._kernels = plan, dict[int, Any]()
         self._page_size = caches[0].shape[2]
-        table = b"".join(_packed_layer(layer, cache, plan) for layer, cache in zip(weights.layers, caches, strict=True))
         self._scratch = Scratch(self._shape, plan, self._device)
-        table += bytes(MAPS_BYTES)  # behind the last layer comes the model's norm
-        table += weights.final_norm_C.data_ptr().to_bytes(TENSORS_BYTES, "little")
+        table = kernel_layers(weights, caches, plan, _tensor_map)
         # maps must be aligned to 64 bytes; allocations are to 256
         self._layers = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self._device)
         torch.cuda.current_stream(self._device).synchronize()  # other streams use it next
@@ -217,7 +294,7 @@ class _Streamer:
         if key not in self._kernels:
             found = load_kernel(SOURCE, sizes, SOURCE.stem, self._device)
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            ask("cuFuncSetAttribute", found, limit, MEMORY_BYTES)
+            ask("cuFuncSetAttribute", found, limit, self._shape.weights.memory_bytes)
             self._kernels[key] = found
         return self._kernels[key]
 
@@ -235,55 +312,41 @@ class _Streamer:
             weights, self._layers.data_ptr(), self._scratch, embedded_TC, out_TC, residuals_LTC, batch, blocks
         )
         addresses = (ctypes.c_void_p * 1)(ctypes.addressof(one))
-        config = _launch_config(self._plan, torch.cuda.current_stream(self._device).cuda_stream)
+        config = _launch_config(blocks, self._shape.weights, torch.cuda.current_stream(self._device).cuda_stream)
         ask("cuLaunchKernelEx", config, kernel, ctypes.addressof(addresses), 0)
 
 
 _turns = _Turns()
-_streamers: dict[tuple[int, ...], _Streamer] = {}
+_streamers: dict[tuple[object, ...], _Streamer] = {}
 
 
-def _packed_layer(layer: LayerWeights, kv_2PSGD: Tensor, plan: Plan) -> bytes:
-    """`Layer` of layers.cuh."""
-    maps = [_box_map(box) for box in boxes(layer, plan)]
-    addresses = b"".join(address.to_bytes(8, "little") for address in layer_addresses(layer, kv_2PSGD))
-    return b"".join(maps) + addresses.ljust(TENSORS_BYTES, b"\0")
-
-
-def _launch_config(plan: Plan, stream: int) -> Any:
+def _launch_config(num_blocks: int, weights: Format, stream: int) -> Any:
     """All blocks run at once, or none: they wait for each other."""
     driver = bindings()
     config, together = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
     together.value.cooperative = 1
-    config.gridDimX, config.gridDimY, config.gridDimZ = plan.num_blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
-    config.sharedMemBytes, config.hStream = MEMORY_BYTES, stream
+    config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = weights.threads, 1, 1
+    config.sharedMemBytes, config.hStream = weights.memory_bytes, stream
     config.attrs, config.numAttrs = [together], 1
     return config
 
 
-def _box_map(box: Box) -> bytes:
-    halves, rows, columns = box.matrix_HRC.shape
-    sizes, strides = (64, rows, halves, columns // 64), (columns, rows * columns, 64)
-    return _tensor_map(box.matrix_HRC, sizes, strides, (64, box.rows, halves, box.chunks))
-
-
-def _tensor_map(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
-    """How the copy engine finds boxes of a bf16 tensor, swizzled by 128 bytes. The last dimension comes first, and has
-    no stride."""
-    driver = bindings()
+def _tensor_map(box: Box) -> bytes:
+    driver, dimensions = bindings(), len(box.sizes)
+    swizzle = driver.CUtensorMapSwizzle
     found = ask(
         "cuTensorMapEncodeTiled",
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        len(sizes),
-        tensor.data_ptr(),
-        [driver.cuuint64_t(size) for size in sizes],
-        [driver.cuuint64_t(2 * stride) for stride in strides],
-        [driver.cuuint32_t(size) for size in box],
-        [driver.cuuint32_t(1)] * len(sizes),
+        dimensions,
+        box.tensor.data_ptr(),
+        [driver.cuuint64_t(size) for size in box.sizes],
+        [driver.cuuint64_t(2 * stride) for stride in box.strides],
+        [driver.cuuint32_t(size) for size in box.box],
+        [driver.cuuint32_t(1)] * dimensions,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzle.CU_TENSOR_MAP_SWIZZLE_128B if box.is_swizzled else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -295,23 +358,22 @@ def streamed_pass(
 ) -> tuple[Tensor, Tensor]:
     """Hidden states behind the final norm, [T, C], and the residual stream behind each layer, [L, T, C].
 
-    Up to `streamed_plan.MAX_TOKENS` tokens in bf16 on a GPU of compute capability 9.0, where `can_attend`; caches are
-    [2, P, S, G, D], to which this pass's keys and values are written. Attention is causal. `max_query_len`: tokens of a
-    row, at most.
+    Up to `streamed_plan.MAX_TOKENS` tokens in bf16 on a GPU of compute capability 9.0, where `can_attend`; matrices are
+    all in one format. Caches are [2, P, S, G, D], to which this pass's keys and values are written. Attention is
+    causal. `max_query_len`: tokens of a row, at most.
 
     Results repeat bit for bit. Sums of linear layers do not depend on the number of tokens; those of attention depend
     on how keys are divided, as those of the kernels for many tokens do.
     """
-    device = embedded_TC.device
-    for tensor in (embedded_TC, *caches, weights.final_norm_C, *(one for layer in weights.layers for one in layer)):
-        assert tensor.dtype is torch.bfloat16
-        assert tensor.is_contiguous()
-    assert all(tensor.is_contiguous() for tensor in (*batch, weights.cos_sin_XD))
+    device, shape = embedded_TC.device, weights.shape
+    read = [*(tensor for layer in weights.layers for tensor in layer.tensors), weights.final_norm_C, *caches]
+    assert all(tensor.is_contiguous() for tensor in (embedded_TC, *read, *batch, weights.cos_sin_XD))
+    assert all(tensor.dtype is torch.bfloat16 for tensor in (embedded_TC, weights.final_norm_C, *caches))
+    assert all(format_of(matrix) == shape.weights for layer in weights.layers for matrix in layer.matrices)
     out_TC = torch.empty_like(embedded_TC)
     residuals_LTC = embedded_TC.new_empty(len(weights.layers), *embedded_TC.shape)
     with _turns.lock:
-        tensors = [*(tensor for layer in weights.layers for tensor in layer), weights.final_norm_C, *caches]
-        key = (*weights.shape, *caches[0].shape, *(tensor.data_ptr() for tensor in tensors))
+        key = (*shape, *caches[0].shape, *(tensor.data_ptr() for tensor in read))
         if key not in _streamers:
             _streamers[key] = _Streamer(weights, caches)
         captured, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(device)

@@ -14,10 +14,12 @@ from draftloop.attention.base import AttentionBackend, AttentionBatch
 from draftloop.graphs.program import in_place
 from draftloop.kernels import batch_invariance
 from draftloop.kernels.linear import sm_count
-from draftloop.kernels.streamed_pass import LayerWeights, PassBatch, PassWeights, streamed_pass
+from draftloop.kernels.packed_values import BLOCK
+from draftloop.kernels.streamed_pass import LayerWeights, Matrix, PassBatch, PassWeights, format_of, streamed_pass
 from draftloop.kernels.streamed_plan import can_attend, token_limit
 from draftloop.models.decoder import LayerCaches
 from draftloop.models.layers import DecoderLayer, GatedMLP
+from draftloop.models.weights import Memory
 
 
 def streamed_weights(
@@ -30,9 +32,10 @@ def streamed_weights(
 ) -> PassWeights | None:
     """What the kernel reads of a decoder, if it should compute the pass.
 
-    Of what the pass is, its shape alone decides. Layers must be alike and plain: no experts, biases, adapters,
-    quantised or divided weights; norms in front of their parts alone, and the silu gate; attention to all keys, without
-    norms or caps, over a cache of the model's type.
+    Of what the pass is, its shape alone decides. Layers must be alike and plain: no experts, biases, adapters or
+    divided weights; matrices all in bf16, all in 8 bits with scales of rows, or all in 4 bits with groups of 128; norms
+    in front of their parts alone, and the silu gate; attention to all keys, without norms or caps, over a cache of the
+    model's type.
     """
     first, num_tokens = _own(layers[0]), embedded_TC.shape[0]
     if first is None or not num_tokens:
@@ -56,8 +59,11 @@ def streamed_weights(
         page_size=backend.shape.page_size,
         num_sms=sm_count(embedded_TC.device),
     )
-    all_layers = [own for layer in layers if (own := _own(layer)) is not None]
-    return found._replace(layers=all_layers) if fits and len(all_layers) == len(layers) else None
+    if not fits:
+        return None
+    weights = found.shape.weights
+    alike = [own for layer in layers if (own := _own(layer)) is not None and format_of(own.qkv_EC) == weights]
+    return found._replace(layers=alike) if len(alike) == len(layers) else None
 
 
 def stream(
@@ -101,7 +107,20 @@ def _own(layer: DecoderLayer) -> LayerWeights | None:
     extras = (*extras, attention.qkv_lora, attention.o_lora, mlp.gate_up_lora, mlp.down_lora)
     if any(extra is not None for extra in extras) or norms.after_attention or norms.after_mlp or layer.multiplier != 1:
         return None
-    found = (layer.input_norm, attention.qkv_weight, attention.o_weight)
-    found = (*found, layer.post_norm, mlp.gate_up_weight, mlp.down_weight)
-    weights = [one for one in found if isinstance(one, Tensor) and one.dtype is torch.bfloat16]
-    return LayerWeights(*weights) if len(weights) == len(LayerWeights._fields) else None
+    norms_C = [
+        norm for norm in (layer.input_norm, layer.post_norm) if norm is not None and norm.dtype is torch.bfloat16
+    ]
+    matrices = [_matrix(one) for one in (attention.qkv_weight, attention.o_weight, mlp.gate_up_weight, mlp.down_weight)]
+    formats = {None if one is None else format_of(one) for one in matrices}
+    if len(norms_C) < 2 or len(formats) > 1 or None in formats:
+        return None
+    qkv, o, gate_up, down = (one for one in matrices if one is not None)
+    return LayerWeights(norms_C[0], qkv, o, norms_C[1], gate_up, down)
+
+
+def _matrix(weight: Memory) -> Matrix | None:
+    """As the kernel reads it; None: it cannot."""
+    if isinstance(weight, Tensor):
+        return weight
+    is_whole = weight.shape[1] % BLOCK == 0  # else columns stand for nothing
+    return weight.planes() if weight.takes() and weight.is_arranged and is_whole else None

@@ -23,6 +23,24 @@ __device__ __forceinline__ u32 rounded(float first, float second)
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
     return pair;
 }
+__device__ __forceinline__ u32 product_of_pairs(u32 first, u32 second)
+{
+    u32 pair;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(first), "r"(second));
+    return pair;
+}
+template <u32 MORE> __device__ __forceinline__ u32 masked_or(u32 bits, u32 mask)
+{
+    u32 found;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(found) : "r"(bits), "r"(mask), "n"(MORE));
+    return found;
+}
+__device__ __forceinline__ float from_half(u32 bits)  // fp16
+{
+    float x;
+    asm("{ .reg .f16 h, rest; mov.b32 {h, rest}, %1; cvt.f32.f16 %0, h; }" : "=f"(x) : "r"(bits));
+    return x;
+}
 __device__ __forceinline__ float power_of_two(float x)
 {
     float y;
@@ -101,8 +119,8 @@ __device__ __forceinline__ void make_ready(const TensorMap& map)  // which the h
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(&map) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// A box of a matrix of weights, from a row and a chunk of 64 columns on: chunks one after the other, in each of them
-// the rows, of both halves of a matrix that has two.
+// A box of a matrix of weights, from a row and a chunk of columns on: chunks one after the other, in each of them the
+// rows, of both halves of a matrix that has two. Rows are lines of 128 bytes, or what groups have of 8 rows.
 __device__ __forceinline__ void copy(u32 to, const TensorMap& map, int chunk, int row, u32 barrier, u64 policy)
 {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -164,6 +182,13 @@ __device__ __forceinline__ void copy_later(uint4* to, const uint4* from, bool ze
                  ::"r"(address(to)), "l"(from), "r"(zeros ? 0 : 16) : "memory");
 }
 __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ u32 load_half(u32 at)  // 16 bits of shared memory
+{
+    u32 bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(bits) : "r"(at));
+    return bits;
+}
 
 // Matrices of 8 x 8 bf16, and products of 16 x 16 by 16 x 8.
 __device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 at)

@@ -1,8 +1,8 @@
 // A decoder's layers, and the order in which a block asks for weights.
 //
 // streamed_plan.py defines the sizes: HIDDEN, QUERY, INNER, QKV; of each matrix the tiles of 8 rows that a block owns
-// and the chunks of 64 columns in a stage; TOKENS; SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and those of
-// attention.cuh.
+// and the chunks in a stage; TOKENS; PLANES and ZEROS of weights; SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and
+// those of attention.cuh.
 #pragma once
 #include "attention.cuh"
 
@@ -10,11 +10,14 @@ constexpr int HIDDEN_ROWS = HIDDEN_TILES * 8, INNER_ROWS = INNER_TILES * 8, QKV_
 constexpr int HIDDEN_BLOCKS = HIDDEN / HIDDEN_ROWS, INNER_BLOCKS = INNER / INNER_ROWS, QKV_BLOCKS = QKV / QKV_ROWS;
 static_assert(QUERY == HEADS * HEAD_DIM && QKV == ALL_HEADS * HEAD_DIM, "heads");
 
-struct Tensors { const u32 *attention_norm, *mlp_norm; uint4 *keys, *values; };  // of a layer
-
 enum Matrix { QKV_MATRIX, O_MATRIX, GATE_UP_MATRIX, DOWN_MATRIX, MATRICES };
+struct Tensors {  // of a layer
+    const u32 *attention_norm, *mlp_norm;
+    uint4 *keys, *values;
+    const float* row_scales[MATRICES];  // of packed words
+};
 struct Layer {  // as streamed_pass.py packs it
-    TensorMap maps[MATRICES];
+    TensorMap maps[MATRICES][KINDS];
     Tensors tensors;
 };
 
@@ -39,11 +42,12 @@ struct Pass {
 // Calls `fetch_layer(maps)` for each layer, by one thread of a warp.
 template <class Fetch> __device__ __forceinline__ void fetch_all(const Pass& pass, Fetch fetch_layer)
 {
+    constexpr int MAPS = MATRICES * KINDS;
     const int lane = threadIdx.x % 32;
     for (int index = 0; index < pass.num_layers; index++) {
         const int first = index ? index + 1 : 0, last = min(index + 2, pass.num_layers);  // maps are slow to arrive
-        for (int i = first * MATRICES + lane; i < last * MATRICES; i += 32)
-            make_ready(pass.layers[i / MATRICES].maps[i % MATRICES]);
+        for (int i = first * MAPS + lane; i < last * MAPS; i += 32)
+            make_ready(pass.layers[i / MAPS].maps[0][i % MAPS]);
         __syncwarp();
         if (lane == 0) fetch_layer(pass.layers[index].maps);
     }

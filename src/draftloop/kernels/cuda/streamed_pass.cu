@@ -78,11 +78,12 @@ __device__ __forceinline__ void hand_on_squares(const Shared& shared, u32* squar
 }
 
 // Behind o and down.
-__device__ __forceinline__ void add_residual(const float (&sums)[HIDDEN_TILES][4], Shared& shared, float2* scratch,
+__device__ __forceinline__ void add_residual(const Sums<HIDDEN_TILES>& sums,
+                                             const RowScales<1, HIDDEN_TILES>& rows, Shared& shared, float2* scratch,
                                              const u32 (&gain)[HIDDEN_TILES][32], u32* residual, u32* hidden,
                                              u32* squares, const Thread& me)
 {
-    add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
+    add_up<1>(sums, rows, scratch, me, [&](int tile, const float2 (&values)[1]) {
         u32& mine = shared.residual[tile][me.lane];
         mine = added(mine, values[0]);
         hand_on_tile(tile, shared, gain[tile][me.lane], hidden, me);
@@ -143,7 +144,7 @@ __device__ __forceinline__ void fetch_weights(Ring ring, const Pass& pass)
 {
     const int block = blockIdx.x;
     const u64 policy = read_once();  // the cache is better used for what is read again
-    fetch_all(pass, [&](const TensorMap(&maps)[MATRICES]) {
+    fetch_all(pass, [&](const TensorMap(&maps)[MATRICES][KINDS]) {
         if (block < QKV_BLOCKS) fetch<HIDDEN, QKV_TILES, QKV_CHUNKS>(ring, maps[QKV_MATRIX], block * QKV_ROWS, policy);
         if (block < HIDDEN_BLOCKS)
             fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(ring, maps[O_MATRIX], block * HIDDEN_ROWS, policy);
@@ -155,7 +156,12 @@ __device__ __forceinline__ void fetch_weights(Ring ring, const Pass& pass)
     });
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(const __grid_constant__ Pass pass)
+// One fetches. Where words are decoded, others of its group give registers to the two groups that multiply: with fewer
+// the compiler has products that are added to each other follow each other.
+constexpr int FETCHERS = PLANES == 1 ? 1 : 4;
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS * 32, 1)
+streamed_pass(const __grid_constant__ Pass pass)
 {
     unsigned char* memory = shared_memory();
     float2* scratch = (float2*)(memory + SLOTS * SLOT_BYTES);
@@ -171,9 +177,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        fetch_weights(ring, pass);
+        if (FETCHERS > 1) keep_registers<40>();
+        if (threadIdx.x < CONSUMERS + 32) fetch_weights(ring, pass);
         return;
     }
+    if (FETCHERS > 1) take_registers<232>();
 
     const Thread me = this_thread(pass.num_tokens);
     const int block = blockIdx.x;
@@ -205,10 +213,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
         const Thread me = this_thread(pass.num_tokens);
         if (block < QKV_BLOCKS) {
             Squares of_tokens(handed.squares[0], me);
-            float sums[QKV_TILES][4];
+            const RowScales<1, QKV_TILES> rows(layer.row_scales[QKV_MATRIX], block * QKV_ROWS, 0, me.warp, me.pair);
+            Sums<QKV_TILES> sums;
             multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, handed.hidden[0], me, [&] { of_tokens.look(me); });
             of_tokens.find_scale(shared, pass.eps, me);
-            add_up<1>(sums, scratch, me, [&](int tile, const float2 (&values)[1]) {
+            add_up<1>(sums, rows, scratch, me, [&](int tile, const float2 (&values)[1]) {
                 const float scale = shared.scale[me.token];
                 if (me.is_live)
                     store(handed.qkv + (me.token * QKV + block * QKV_ROWS + tile * 8) / 2 + me.pair,
@@ -231,9 +240,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
         if (threadIdx.x == CONSUMERS - 1) __threadfence();  // what was wiped is so for all, before more is handed on
 
         if (has_hidden) {
-            float sums[HIDDEN_TILES][4];
+            const RowScales<1, HIDDEN_TILES> rows(layer.row_scales[O_MATRIX], block * HIDDEN_ROWS, 0, me.warp, me.pair);
+            Sums<HIDDEN_TILES> sums;
             multiply<QUERY, HIDDEN_TILES, O_CHUNKS>(sums, ring, handed.attended, me, [] {});
-            add_residual(sums, shared, scratch, shared.gain[1], nullptr, handed.hidden[1], handed.squares[1], me);
+            add_residual(sums, rows, shared, scratch, shared.gain[1], nullptr, handed.hidden[1], handed.squares[1], me);
         }
 
         if (has_hidden) ask_for_gains(shared, next, me);
@@ -242,13 +252,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
             if (index) wipe(set_of(pass, index - 1), block, INNER_BLOCKS);
             Squares of_tokens(handed.squares[1], me);
             for (int part = 0; part < PASSES; part++) {
-                float sums[2 * PASS_TILES][4];
+                const int row = block * INNER_ROWS + part * PASS_TILES * 8;
+                const RowScales<2, 2 * PASS_TILES> rows(layer.row_scales[GATE_UP_MATRIX], row, INNER, me.warp, me.pair);
+                Sums<2 * PASS_TILES> sums;
                 multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, handed.hidden[1], me, [&] {
                     if (part == 0) of_tokens.look(me);
                 });
                 if (part == 0) of_tokens.find_scale(shared, pass.eps, me);
-                add_up<2>(sums, scratch, me, [&](int tile, const float2 (&values)[2]) {
-                    const int column = block * INNER_ROWS + (part * PASS_TILES + tile) * 8 + 2 * me.pair;
+                add_up<2>(sums, rows, scratch, me, [&](int tile, const float2 (&values)[2]) {
+                    const int column = row + tile * 8 + 2 * me.pair;
                     if (me.is_live)
                         store(&handed_on<INNER>(handed.inner, column, me.token), gated(values, shared.scale[me.token]));
                 });
@@ -256,12 +268,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) streamed_pass(co
         }
 
         if (has_hidden) {
-            float sums[HIDDEN_TILES][4];
+            const RowScales<1, HIDDEN_TILES> rows(layer.row_scales[DOWN_MATRIX], block * HIDDEN_ROWS, 0, me.warp,
+                                                  me.pair);
+            Sums<HIDDEN_TILES> sums;
             multiply<INNER, HIDDEN_TILES, DOWN_CHUNKS>(sums, ring, handed.inner, me, [] {});
             await_copies();  // of gains
             const Handed to = set_of(pass, index + 1);
             u32* residual = pass.residuals + (long long)index * pass.num_tokens * (HIDDEN / 2);
-            add_residual(sums, shared, scratch, shared.gain[0], residual, to.hidden[0], to.squares[0], me);
+            add_residual(sums, rows, shared, scratch, shared.gain[0], residual, to.hidden[0], to.squares[0], me);
         }
     }
     if (!has_hidden) return;
