@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from draftloop.bench.plots import pyplot
@@ -18,15 +19,14 @@ def iteration_table(rows: Sequence[Row], *, spans: bool = False) -> Table:
     shown = {"tpot_ms": "TPOT ms", "ttft_ms": "TTFT ms"} if spans else {}
     if any(row["metric"] == "exchange_ms" for row in rows):
         shown["exchange_ms"] = "of it between ranks"
-    table = Table("batch", "iteration ms", "floor", "ratio", *shown.values(), title="Iterations")
-    for header in ("accepted", "launches", "eager", "context"):
-        table.add_column(header)
+    before, after = ("batch", "iteration\nms", "floor", "ratio"), ("accepted", "launches", "eager", "context")
+    table = Table(*before, *shown.values(), *after, title="Iterations", box=SIMPLE_HEAD, padding=0)  # fits 80 columns
     for step in (row for row in rows if row["metric"] == "iteration_ms"):
         mine = {row["metric"]: row for row in rows if row.get("batch") == step["batch"]}
         table.add_row(
             str(step["batch"]),
             *_against_floor(step),
-            *(number(mine[metric]["value"]) for metric in shown),
+            *(f"{mine[metric]['value']:.5g}" for metric in shown),
             f"{step['acceptance_length']:.2f}",
             launches(step["launches"]),
             str(step["eager_runs"]),
