@@ -6,15 +6,14 @@
 // blocks have given theirs. Keys and values of the cache are asked for before q, k and v are there.
 //
 // While weights come, whatever else must come from memory takes as long as all that has been asked for before it: 5 us.
-// So a layer's addresses are asked for two layers ahead, scales of rows one, and its norms' weights before attention.
+// So a layer's addresses are asked for two layers ahead, and its norms' weights before attention.
 #include "layers.cuh"
 
 constexpr int PASS_TILES = INNER_TILES / PASSES;  // of gates in a pass, and as many of what they multiply
-// Where scales of rows stand, matrix by matrix, in the end those of gates and of what they multiply, pass by pass.
-constexpr int O_SCALES = QKV_ROWS, DOWN_SCALES = O_SCALES + HIDDEN_ROWS, GATE_UP_SCALES = DOWN_SCALES + HIDDEN_ROWS;
 
 struct Shared {
     u64 filled[SLOTS], freed[SLOTS];
+    u32 fetched;
     float scale[TOKENS];
     Share shares[WARPS];
     AttentionMemory attention;
@@ -23,7 +22,6 @@ struct Shared {
     u32 residual[HIDDEN_TILES][32];  // this block's columns of the stream
     u32 gain[2][HIDDEN_TILES][32];   // of the norms behind the MLP, where the next layer begins, and its attention
     Tensors tensors[4];              // of a layer, and of the next ones
-    float row_scales[PLANES == 1 ? 1 : GATE_UP_SCALES + 2 * INNER_ROWS];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "streamed_plan.py sets aside too little");
 
@@ -143,25 +141,18 @@ __device__ __forceinline__ void ask_for_tensors(Shared& shared, const Pass& pass
                    (const u32*)&pass.layers[index].tensors + threadIdx.x);
 }
 
-__device__ __forceinline__ void fetch_weights(Ring ring, const Pass& pass)
+template <class To> __device__ __forceinline__ void fetch_weights(To to, const Pass& pass)
 {
     const int block = blockIdx.x;
-    const u64 policy = read_once();  // the cache is better used for what is read again
     fetch_all(pass, [&](const TensorMap(&maps)[MATRICES][KINDS]) {
-        if (block < QKV_BLOCKS) fetch<HIDDEN, QKV_TILES, QKV_CHUNKS>(ring, maps[QKV_MATRIX], block * QKV_ROWS, policy);
-        if (block < HIDDEN_BLOCKS)
-            fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(ring, maps[O_MATRIX], block * HIDDEN_ROWS, policy);
+        if (block < QKV_BLOCKS) fetch<HIDDEN, QKV_TILES, QKV_CHUNKS>(to, maps[QKV_MATRIX], block * QKV_ROWS);
+        if (block < HIDDEN_BLOCKS) fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(to, maps[O_MATRIX], block * HIDDEN_ROWS);
         if (block < INNER_BLOCKS)
             for (int row = block * INNER_ROWS; row < (block + 1) * INNER_ROWS; row += PASS_TILES * 8)
-                fetch<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(ring, maps[GATE_UP_MATRIX], row, policy);
-        if (block < HIDDEN_BLOCKS)
-            fetch<INNER, HIDDEN_TILES, DOWN_CHUNKS>(ring, maps[DOWN_MATRIX], block * HIDDEN_ROWS, policy);
+                fetch<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(to, maps[GATE_UP_MATRIX], row);
+        if (block < HIDDEN_BLOCKS) fetch<INNER, HIDDEN_TILES, DOWN_CHUNKS>(to, maps[DOWN_MATRIX], block * HIDDEN_ROWS);
     });
 }
-
-// One fetches. Where words are decoded, others of its group give registers to the two groups that multiply: with fewer
-// the compiler has products that are added to each other follow each other.
-constexpr int FETCHERS = PLANES == 1 ? 1 : 4;
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS * 32, 1)
 streamed_pass(const __grid_constant__ Pass pass)
@@ -176,15 +167,18 @@ streamed_pass(const __grid_constant__ Pass pass)
             init(address(&shared.filled[slot]), 1);
             init(address(&shared.freed[slot]), WARPS);
         }
+        shared.fetched = 0;
         show_barriers_to_copies();
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        if (FETCHERS > 1) keep_registers<40>();
-        if (threadIdx.x < CONSUMERS + 32) fetch_weights(ring, pass);
+        if (FETCHERS == 4) keep_registers<40>();  // which change hands between groups of four warps
+        // the cache is better used for what is read again
+        if (threadIdx.x / 32 == WARPS) fetch_weights(Fetcher{ring, read_once(), &shared.fetched}, pass);
+        if (STAGES_AHEAD && threadIdx.x / 32 == WARPS + 1) fetch_weights(Scout{&shared.fetched}, pass);
         return;
     }
-    if (FETCHERS > 1) take_registers<232>();
+    if (FETCHERS == 4) take_registers<232>();
 
     const Thread me = this_thread(pass.num_tokens);
     const int block = blockIdx.x;
@@ -210,34 +204,18 @@ streamed_pass(const __grid_constant__ Pass pass)
         hand_on_squares(shared, first.squares[0], me);
     }
 
-    const RowScales<1, QKV_TILES> qkv_scales{shared.row_scales, block * QKV_ROWS, 0};
-    const RowScales<1, HIDDEN_TILES> o_scales{shared.row_scales + O_SCALES, block * HIDDEN_ROWS, 0};
-    const RowScales<1, HIDDEN_TILES> down_scales{shared.row_scales + DOWN_SCALES, block * HIDDEN_ROWS, 0};
-    const auto gate_up_scales = [&](int part) {
-        float* kept = shared.row_scales + GATE_UP_SCALES + part * 2 * PASS_TILES * 8;
-        return RowScales<2, 2 * PASS_TILES>{kept, block * INNER_ROWS + part * PASS_TILES * 8, INNER};
-    };
-    if (PLANES > 1) {
-        const auto& scales = shared.tensors[0].row_scales;
-        if (block < QKV_BLOCKS) qkv_scales.ask(scales[QKV_MATRIX], me.warp, me.lane);
-        if (has_hidden) o_scales.ask(scales[O_MATRIX], me.warp, me.lane);
-        if (has_hidden) down_scales.ask(scales[DOWN_MATRIX], me.warp, me.lane);
-        for (int part = 0; part < PASSES && block < INNER_BLOCKS; part++)
-            gate_up_scales(part).ask(scales[GATE_UP_MATRIX], me.warp, me.lane);
-        await_copies();
-    }
-
     for (int index = 0; index < pass.num_layers; index++) {
         const Tensors &layer = shared.tensors[index % 4], &next = shared.tensors[(index + 1) % 4];
         const Handed handed = set_of(pass, index);
         const Thread me = this_thread(pass.num_tokens);
+        if (STAGES_AHEAD && share.is_any) ask_ahead_for_tile(share, layer.keys, layer.values, me);
         if (block < QKV_BLOCKS) {
             Squares of_tokens(handed.squares[0], me);
+            const RowScales<1, QKV_TILES> rows(layer.row_scales[QKV_MATRIX], block * QKV_ROWS, 0, me.warp, me.pair);
             Sums<QKV_TILES> sums;
             multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, handed.hidden[0], me, [&] { of_tokens.look(me); });
             of_tokens.find_scale(shared, pass.eps, me);
-            if (PLANES > 1 && !has_hidden) await_copies();  // of scales, which others await with those behind down
-            add_up<1>(sums, qkv_scales, scratch, me, [&](int tile, const float2 (&values)[1]) {
+            add_up<1>(sums, rows, scratch, me, [&](int tile, const float2 (&values)[1]) {
                 const float scale = shared.scale[me.token];
                 if (me.is_live)
                     store(handed.qkv + (me.token * QKV + block * QKV_ROWS + tile * 8) / 2 + me.pair,
@@ -258,14 +236,12 @@ streamed_pass(const __grid_constant__ Pass pass)
         await_copies();
         consumers_meet();
         if (threadIdx.x == CONSUMERS - 1) __threadfence();  // what was wiped is so for all, before more is handed on
-        if (block < QKV_BLOCKS) qkv_scales.ask(next.row_scales[QKV_MATRIX], me.warp, me.lane);
 
         if (has_hidden) {
+            const RowScales<1, HIDDEN_TILES> rows(layer.row_scales[O_MATRIX], block * HIDDEN_ROWS, 0, me.warp, me.pair);
             Sums<HIDDEN_TILES> sums;
             multiply<QUERY, HIDDEN_TILES, O_CHUNKS>(sums, ring, handed.attended, me, [] {});
-            add_residual(sums, o_scales, shared, scratch, shared.gain[1], nullptr, handed.hidden[1], handed.squares[1],
-                         me);
-            o_scales.ask(next.row_scales[O_MATRIX], me.warp, me.lane);
+            add_residual(sums, rows, shared, scratch, shared.gain[1], nullptr, handed.hidden[1], handed.squares[1], me);
         }
 
         if (has_hidden) ask_for_gains(shared, next, me);
@@ -274,29 +250,30 @@ streamed_pass(const __grid_constant__ Pass pass)
             if (index) wipe(set_of(pass, index - 1), block, INNER_BLOCKS);
             Squares of_tokens(handed.squares[1], me);
             for (int part = 0; part < PASSES; part++) {
-                const RowScales<2, 2 * PASS_TILES> scales = gate_up_scales(part);
+                const int row = block * INNER_ROWS + part * PASS_TILES * 8;
+                const RowScales<2, 2 * PASS_TILES> rows(layer.row_scales[GATE_UP_MATRIX], row, INNER, me.warp, me.pair);
                 Sums<2 * PASS_TILES> sums;
                 multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, handed.hidden[1], me, [&] {
                     if (part == 0) of_tokens.look(me);
                 });
                 if (part == 0) of_tokens.find_scale(shared, pass.eps, me);
-                add_up<2>(sums, scales, scratch, me, [&](int tile, const float2 (&values)[2]) {
-                    const int column = scales.row + tile * 8 + 2 * me.pair;
+                add_up<2>(sums, rows, scratch, me, [&](int tile, const float2 (&values)[2]) {
+                    const int column = row + tile * 8 + 2 * me.pair;
                     if (me.is_live)
                         store(&handed_on<INNER>(handed.inner, column, me.token), gated(values, shared.scale[me.token]));
                 });
-                scales.ask(next.row_scales[GATE_UP_MATRIX], me.warp, me.lane);
             }
         }
 
         if (has_hidden) {
+            const RowScales<1, HIDDEN_TILES> rows(layer.row_scales[DOWN_MATRIX], block * HIDDEN_ROWS, 0, me.warp,
+                                                  me.pair);
             Sums<HIDDEN_TILES> sums;
             multiply<INNER, HIDDEN_TILES, DOWN_CHUNKS>(sums, ring, handed.inner, me, [] {});
             await_copies();  // of gains
             const Handed to = set_of(pass, index + 1);
             u32* residual = pass.residuals + (long long)index * pass.num_tokens * (HIDDEN / 2);
-            add_residual(sums, down_scales, shared, scratch, shared.gain[0], residual, to.hidden[0], to.squares[0], me);
-            down_scales.ask(next.row_scales[DOWN_MATRIX], me.warp, me.lane);
+            add_residual(sums, rows, shared, scratch, shared.gain[0], residual, to.hidden[0], to.squares[0], me);
         }
     }
     if (!has_hidden) return;
