@@ -313,8 +313,13 @@ def test_matrices_are_all_in_one_format_that_the_kernel_knows() -> None:
     ((names, scheme),) = plain.groups
 
     def streams(quantisation: Quantisation) -> bool:
+        model = make_decoder(case, cpu, quantisation=quantisation)
         with trying(MAX_TOKENS):
-            return find_weights(make_decoder(case, cpu, quantisation=quantisation), batch) is not None
+            found = find_weights(model, batch) is not None
+            said = streamed.describe(model.decoder_layers, model.backend, cpu)
+        assert said.startswith("one kernel up to 8 tokens" if found else "many kernels, since not all layers")
+        assert "were not measured" in streamed.describe(model.decoder_layers, model.backend, cpu) or not found
+        return found
 
     assert streams(plain)
     assert not streams(replace(plain, ignored=("model.layers.1.mlp.down_proj",)))

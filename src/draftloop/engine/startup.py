@@ -50,6 +50,7 @@ from draftloop.kvcache.pool import CachePool
 from draftloop.kvcache.rows import RowState
 from draftloop.models.config import SUPPORTED, ModelConfig
 from draftloop.models.decoder import cache_specs
+from draftloop.models.dense import DenseDecoder
 from draftloop.models.loader import (
     ModelSource,
     eos_token_ids,
@@ -59,6 +60,7 @@ from draftloop.models.loader import (
     sampling_defaults,
 )
 from draftloop.models.shards import check as check_shards
+from draftloop.models.streamed import describe
 from draftloop.sampling.logits_processors import load_logits_processors
 from draftloop.scheduler.drafting import Drafting
 from draftloop.scheduler.scheduler import Scheduler
@@ -177,6 +179,9 @@ def _build(
         show=show,
         report=lambda loaded: clock.notes.update(weights=f" (files: {loaded})"),
     )
+    if isinstance(model, DenseDecoder) and model.final_norm.is_cuda:
+        passes = describe(model.decoder_layers, model.backend, model.final_norm.device)
+        logger.info("passes of few tokens: %s", passes)
     adapters = Adapters(model, config) if config.enable_lora else None
     ledger.lap("weights")
     if drafter:

@@ -97,6 +97,14 @@ def size_of(matrix: Matrix) -> tuple[int, int]:
     return rows, blocks * INT4.chunk_columns
 
 
+def shape_of(layer: LayerWeights, num_kv_heads: int, head_dim: int) -> Shape:
+    """Of a layer whose matrices are all in one known format."""
+    (hidden, query), (_, inner) = size_of(layer.o_CQ), size_of(layer.down_CI)
+    weights = format_of(layer.o_CQ)
+    assert weights is not None
+    return Shape(hidden, inner, query // head_dim, num_kv_heads, head_dim, weights)
+
+
 class PassWeights(NamedTuple):
     """Of a decoder whose layers are alike and plain."""
 
@@ -112,12 +120,7 @@ class PassWeights(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Of a decoder whose matrices are all in one known format."""
-        first = self.layers[0]
-        (hidden, query), (_, inner) = size_of(first.o_CQ), size_of(first.down_CI)
-        weights = format_of(first.o_CQ)
-        assert weights is not None
-        return Shape(hidden, inner, query // self.head_dim, self.num_kv_heads, self.head_dim, weights)
+        return shape_of(self.layers[0], self.num_kv_heads, self.head_dim)
 
 
 class PassBatch(NamedTuple):

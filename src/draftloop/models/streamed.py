@@ -15,7 +15,15 @@ from draftloop.graphs.program import in_place
 from draftloop.kernels import batch_invariance
 from draftloop.kernels.linear import sm_count
 from draftloop.kernels.packed_values import BLOCK
-from draftloop.kernels.streamed_pass import LayerWeights, Matrix, PassBatch, PassWeights, format_of, streamed_pass
+from draftloop.kernels.streamed_pass import (
+    LayerWeights,
+    Matrix,
+    PassBatch,
+    PassWeights,
+    format_of,
+    shape_of,
+    streamed_pass,
+)
 from draftloop.kernels.streamed_plan import can_attend, token_limit
 from draftloop.models.decoder import LayerCaches
 from draftloop.models.layers import DecoderLayer, GatedMLP
@@ -75,6 +83,18 @@ def stream(
         weights, embedded_TC, list(caches), tables, max_query_len=_longest(batch, embedded_TC.shape[0])
     )
     return hidden_TC, [embedded_TC, *residuals_LTC]
+
+
+def describe(layers: Sequence[DecoderLayer], backend: AttentionBackend, device: torch.device) -> str:
+    """How passes of few tokens are computed, as a start says it."""
+    first, *others = [_own(layer) for layer in layers]
+    if first is None or any(one is None or format_of(one.qkv_EC) != format_of(first.qkv_EC) for one in others):
+        return "many kernels, since not all layers are plain with matrices in one format that a single kernel takes"
+    shape = shape_of(first, backend.shape.num_kv_heads, backend.shape.head_dim)
+    limit = token_limit(shape, device)
+    if not limit:
+        return f"many kernels, since layers of this shape in {shape.weights.name} were not measured on this device"
+    return f"one kernel up to {limit} tokens ({shape.weights.name})"
 
 
 def _longest(batch: AttentionBatch, num_tokens: int) -> int:
