@@ -191,6 +191,14 @@ def test_a_grammar_begins_after_the_reasoning_where_a_token_ends_that_and_else_a
     assert read(plan.parser(), text) == Parts(content="{}", reasoning="hm" if end else "")
 
 
+def test_parameters_that_are_nested_without_end_are_refused():
+    deep: dict = {"type": "object"}
+    for _ in range(300):
+        deep = {"properties": {"a": deep}}
+    with pytest.raises(ValueError, match="the schema is nested deeper than 200"):
+        forced_calls_schema([{"name": "f", "parameters": deep}], None, parallel=True)
+
+
 def test_references_of_a_tools_schema_lead_to_its_own_definitions():
     """As pydantic writes them, two tools with definitions of one name, one of them of itself."""
     place = {"$ref": "#/$defs/Place"}

@@ -115,6 +115,10 @@ def test_what_is_nested_without_end_is_refused_however_deep(server):
         body = b'{"prompt": "x", "max_tokens": 1, "structured_outputs": {"json": ' + nested + b"}}"
         status, _ = server.refusal(COMPLETIONS, body)
         assert status == 400, depth
+        tool = b'{"function": {"name": "f", "parameters": ' + nested + b"}}"
+        body = b'{"messages": [{"role": "user", "content": "?"}], "tools": [' + tool + b'], "tool_choice": "required"}'
+        status, _ = server.refusal(CHAT, body)
+        assert status == 400, depth
 
 
 # ---- anything at all ------------------------------------------------------------------------

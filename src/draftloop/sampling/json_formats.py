@@ -20,6 +20,8 @@ PATTERNS = {
     "date": f"^({_YEAR}-((0[1-9]|1[0-2])-{_DAY}|{_LONG}|{_SHORT})|{_LEAP}-02-29)$",
 }
 """Format -> what all of its strings match, and nothing else does."""
+MAX_DEPTH = 200
+"""Of schemas in schemas."""
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 """Keys that hold no schemas."""
 _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
@@ -39,15 +41,24 @@ def _with_pattern(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A JSON schema, or what holds some, of which each part that is a schema itself was changed."""
-    if isinstance(schema, list):
-        return [map_schemas(one, change) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, dict):
-            found[key] = {name: map_schemas(one, change) for name, one in value.items()}
-        else:
-            found[key] = value if key in _VALUES else map_schemas(value, change)
-    return change(found)
+    """A JSON schema, or what holds some, of which each part that is a schema itself was changed.
+
+    Raises ValueError for one that is nested deeper than `MAX_DEPTH`.
+    """
+
+    def walk(part: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"the schema is nested deeper than {MAX_DEPTH}")
+        if isinstance(part, list):
+            return [walk(one, depth + 1) for one in part]
+        if not isinstance(part, dict):
+            return part
+        found: dict[str, Any] = {}
+        for key, value in part.items():
+            if key in _BY_NAME and isinstance(value, dict):
+                found[key] = {name: walk(one, depth + 1) for name, one in value.items()}
+            else:
+                found[key] = value if key in _VALUES else walk(value, depth + 1)
+        return change(found)
+
+    return walk(schema, 0)

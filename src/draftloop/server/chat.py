@@ -139,7 +139,10 @@ class _ParserPlan:
             if grammar is not None:
                 raise ApiError(400, "tool_choice forces a call; leave response_format out", param="tool_choice")
             tools = [tool.function.model_dump(exclude_none=True) for tool in self._tools]
-            schema = forced_calls_schema(tools, self._forced_name, parallel=self._parallel)
+            try:
+                schema = forced_calls_schema(tools, self._forced_name, parallel=self._parallel)
+            except ValueError as error:
+                raise ApiError(400, f"tools cannot be used: {error}", param="tools") from error
             # compact: a weak model could go on with white space for ever
             grammar = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
         if grammar is None:

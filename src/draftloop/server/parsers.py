@@ -156,7 +156,10 @@ class ReasoningThen:
 
 
 def forced_calls_schema(tools: Sequence[dict[str, Any]], name: str | None, *, parallel: bool) -> dict[str, Any]:
-    """The JSON schema of what a `ForcedCallParser` reads: `name`'s arguments, or one call or more to any tool."""
+    """The JSON schema of what a `ForcedCallParser` reads: `name`'s arguments, or one call or more to any tool.
+
+    Raises ValueError for parameters that are nested without end.
+    """
     schemas = {tool["name"]: tool.get("parameters") or {"type": "object"} for tool in tools}
     if name is not None:
         return schemas[name]

@@ -313,7 +313,7 @@ __device__ __forceinline__ void add_up(const Sums<TILES>& sums, const RowScales<
                     const float2 share = scratch[((i * SETS + g) * WARPS + warp) * 32 + to];
                     values[g].x += share.x, values[g].y += share.y;
                 }
-                values[g] = rows.scaled(values[g], first + i, g);
+                values[g] = rows.scaled(values[g], first + i, g, me.pair);
             }
             use(first + i, values);
         }

@@ -57,26 +57,25 @@ template <int HALF> __device__ __forceinline__ u32 plane(const u32 (&words)[4], 
     return product_of_pairs(bits, 0x7b807b80);
 }
 
-// Of the rows whose sums come to this warp when shares are added up: of tile `warp` of a set, and of tile `warp` + 8.
-// Asked for before a product, used behind it.
+// Of a block's rows of packed words, where sums are added up: of two sets, or of one.
 template <int SETS, int TILES> struct RowScales {
-    static constexpr int MINE = PLANES == 1 ? 1 : (TILES / SETS + 7) / 8;
-    float2 of[MINE][SETS];
-    // `second`: how many rows further on the second set is
-    __device__ RowScales(const float* scales, int row, int second, int warp, int pair)
+    float* kept;      // in shared memory, sets one after the other
+    int row, second;  // of the matrix: the first one, and how many rows further on the second set is
+    // By the warp that has used those of its tiles in the layer before.
+    __device__ void ask(const float* scales, int warp, int lane) const
     {
-        #pragma unroll
-        for (int i = 0; i < MINE; i++)
-            #pragma unroll
+        if (PLANES == 1 || !scales) return;
+        __syncwarp();
+        for (int tile = warp; tile < TILES / SETS; tile += 8)
             for (int set = 0; set < SETS; set++)
-                if (PLANES > 1 && warp + i * 8 < TILES / SETS)
-                    of[i][set] = *(const float2*)(scales + row + set * second + (warp + i * 8) * 8 + 2 * pair);
+                if (lane < 8)
+                    copy_later((u32*)kept + (set * (TILES / SETS) + tile) * 8 + lane,
+                               (const u32*)scales + row + set * second + tile * 8 + lane);
     }
-    __device__ float2 scaled(float2 sums, int tile, int set) const
+    __device__ float2 scaled(float2 sums, int tile, int set, int pair) const
     {
-        static_assert(MINE <= 2, "two are told apart");
         if (PLANES == 1) return sums;
-        const float2 by = MINE == 1 || tile < 8 ? of[0][set] : of[MINE - 1][set];
-        return make_float2(sums.x * by.x, sums.y * by.y);
+        const float* by = kept + (set * (TILES / SETS) + tile) * 8 + 2 * pair;
+        return make_float2(sums.x * by[0], sums.y * by[1]);
     }
 };

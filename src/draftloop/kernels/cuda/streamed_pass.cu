@@ -6,10 +6,12 @@
 // blocks have given theirs. Keys and values of the cache are asked for before q, k and v are there.
 //
 // While weights come, whatever else must come from memory takes as long as all that has been asked for before it: 5 us.
-// So a layer's addresses are asked for two layers ahead, and its norms' weights before attention.
+// So a layer's addresses are asked for two layers ahead, scales of rows one, and its norms' weights before attention.
 #include "layers.cuh"
 
 constexpr int PASS_TILES = INNER_TILES / PASSES;  // of gates in a pass, and as many of what they multiply
+// Where scales of rows stand, matrix by matrix, in the end those of gates and of what they multiply, pass by pass.
+constexpr int O_SCALES = QKV_ROWS, DOWN_SCALES = O_SCALES + HIDDEN_ROWS, GATE_UP_SCALES = DOWN_SCALES + HIDDEN_ROWS;
 
 struct Shared {
     u64 filled[SLOTS], freed[SLOTS];
@@ -22,6 +24,7 @@ struct Shared {
     u32 residual[HIDDEN_TILES][32];  // this block's columns of the stream
     u32 gain[2][HIDDEN_TILES][32];   // of the norms behind the MLP, where the next layer begins, and its attention
     Tensors tensors[4];              // of a layer, and of the next ones
+    float row_scales[PLANES == 1 ? 1 : GATE_UP_SCALES + 2 * INNER_ROWS];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "streamed_plan.py sets aside too little");
 
@@ -204,6 +207,23 @@ streamed_pass(const __grid_constant__ Pass pass)
         hand_on_squares(shared, first.squares[0], me);
     }
 
+    const RowScales<1, QKV_TILES> qkv_scales{shared.row_scales, block * QKV_ROWS, 0};
+    const RowScales<1, HIDDEN_TILES> o_scales{shared.row_scales + O_SCALES, block * HIDDEN_ROWS, 0};
+    const RowScales<1, HIDDEN_TILES> down_scales{shared.row_scales + DOWN_SCALES, block * HIDDEN_ROWS, 0};
+    const auto gate_up_scales = [&](int part) {
+        float* kept = shared.row_scales + GATE_UP_SCALES + part * 2 * PASS_TILES * 8;
+        return RowScales<2, 2 * PASS_TILES>{kept, block * INNER_ROWS + part * PASS_TILES * 8, INNER};
+    };
+    if (PLANES > 1) {
+        const auto& scales = shared.tensors[0].row_scales;
+        if (block < QKV_BLOCKS) qkv_scales.ask(scales[QKV_MATRIX], me.warp, me.lane);
+        if (has_hidden) o_scales.ask(scales[O_MATRIX], me.warp, me.lane);
+        if (has_hidden) down_scales.ask(scales[DOWN_MATRIX], me.warp, me.lane);
+        for (int part = 0; part < PASSES && block < INNER_BLOCKS; part++)
+            gate_up_scales(part).ask(scales[GATE_UP_MATRIX], me.warp, me.lane);
+        await_copies();
+    }
+
     for (int index = 0; index < pass.num_layers; index++) {
         const Tensors &layer = shared.tensors[index % 4], &next = shared.tensors[(index + 1) % 4];
         const Handed handed = set_of(pass, index);
@@ -211,11 +231,11 @@ streamed_pass(const __grid_constant__ Pass pass)
         if (STAGES_AHEAD && share.is_any) ask_ahead_for_tile(share, layer.keys, layer.values, me);
         if (block < QKV_BLOCKS) {
             Squares of_tokens(handed.squares[0], me);
-            const RowScales<1, QKV_TILES> rows(layer.row_scales[QKV_MATRIX], block * QKV_ROWS, 0, me.warp, me.pair);
             Sums<QKV_TILES> sums;
             multiply<HIDDEN, QKV_TILES, QKV_CHUNKS>(sums, ring, handed.hidden[0], me, [&] { of_tokens.look(me); });
             of_tokens.find_scale(shared, pass.eps, me);
-            add_up<1>(sums, rows, scratch, me, [&](int tile, const float2 (&values)[1]) {
+            if (PLANES > 1 && !has_hidden) await_copies();  // of scales, which others await with those behind down
+            add_up<1>(sums, qkv_scales, scratch, me, [&](int tile, const float2 (&values)[1]) {
                 const float scale = shared.scale[me.token];
                 if (me.is_live)
                     store(handed.qkv + (me.token * QKV + block * QKV_ROWS + tile * 8) / 2 + me.pair,
@@ -236,12 +256,14 @@ streamed_pass(const __grid_constant__ Pass pass)
         await_copies();
         consumers_meet();
         if (threadIdx.x == CONSUMERS - 1) __threadfence();  // what was wiped is so for all, before more is handed on
+        if (block < QKV_BLOCKS) qkv_scales.ask(next.row_scales[QKV_MATRIX], me.warp, me.lane);
 
         if (has_hidden) {
-            const RowScales<1, HIDDEN_TILES> rows(layer.row_scales[O_MATRIX], block * HIDDEN_ROWS, 0, me.warp, me.pair);
             Sums<HIDDEN_TILES> sums;
             multiply<QUERY, HIDDEN_TILES, O_CHUNKS>(sums, ring, handed.attended, me, [] {});
-            add_residual(sums, rows, shared, scratch, shared.gain[1], nullptr, handed.hidden[1], handed.squares[1], me);
+            add_residual(sums, o_scales, shared, scratch, shared.gain[1], nullptr, handed.hidden[1], handed.squares[1],
+                         me);
+            o_scales.ask(next.row_scales[O_MATRIX], me.warp, me.lane);
         }
 
         if (has_hidden) ask_for_gains(shared, next, me);
@@ -250,30 +272,29 @@ streamed_pass(const __grid_constant__ Pass pass)
             if (index) wipe(set_of(pass, index - 1), block, INNER_BLOCKS);
             Squares of_tokens(handed.squares[1], me);
             for (int part = 0; part < PASSES; part++) {
-                const int row = block * INNER_ROWS + part * PASS_TILES * 8;
-                const RowScales<2, 2 * PASS_TILES> rows(layer.row_scales[GATE_UP_MATRIX], row, INNER, me.warp, me.pair);
+                const RowScales<2, 2 * PASS_TILES> scales = gate_up_scales(part);
                 Sums<2 * PASS_TILES> sums;
                 multiply<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(sums, ring, handed.hidden[1], me, [&] {
                     if (part == 0) of_tokens.look(me);
                 });
                 if (part == 0) of_tokens.find_scale(shared, pass.eps, me);
-                add_up<2>(sums, rows, scratch, me, [&](int tile, const float2 (&values)[2]) {
-                    const int column = row + tile * 8 + 2 * me.pair;
+                add_up<2>(sums, scales, scratch, me, [&](int tile, const float2 (&values)[2]) {
+                    const int column = scales.row + tile * 8 + 2 * me.pair;
                     if (me.is_live)
                         store(&handed_on<INNER>(handed.inner, column, me.token), gated(values, shared.scale[me.token]));
                 });
+                scales.ask(next.row_scales[GATE_UP_MATRIX], me.warp, me.lane);
             }
         }
 
         if (has_hidden) {
-            const RowScales<1, HIDDEN_TILES> rows(layer.row_scales[DOWN_MATRIX], block * HIDDEN_ROWS, 0, me.warp,
-                                                  me.pair);
             Sums<HIDDEN_TILES> sums;
             multiply<INNER, HIDDEN_TILES, DOWN_CHUNKS>(sums, ring, handed.inner, me, [] {});
             await_copies();  // of gains
             const Handed to = set_of(pass, index + 1);
             u32* residual = pass.residuals + (long long)index * pass.num_tokens * (HIDDEN / 2);
-            add_residual(sums, rows, shared, scratch, shared.gain[0], residual, to.hidden[0], to.squares[0], me);
+            add_residual(sums, down_scales, shared, scratch, shared.gain[0], residual, to.hidden[0], to.squares[0], me);
+            down_scales.ask(next.row_scales[DOWN_MATRIX], me.warp, me.lane);
         }
     }
     if (!has_hidden) return;
