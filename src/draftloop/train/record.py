@@ -20,7 +20,7 @@ from draftloop.train.recording import Document, Recording, repetition_starts
 
 logger = logging.getLogger(__name__)
 
-ROUNDS, CPU_ROUNDS = 8, 1
+ROUNDS, CPU_ROUNDS = 8, 2
 """Requests of a shard for every row: with few, rows wait for the longest answers; with many, a kill loses much, and
 nothing is said for long."""
 INVENTED_TOKENS = 128
