@@ -99,7 +99,7 @@ _LLAMA_8B, _LLAMA_1B = Shape(4096, 14336, 32, 8, 128), Shape(2048, 8192, 32, 8, 
 MEASURED: dict[str, dict[Shape, int]] = {
     "NVIDIA H200": {
         _LLAMA_8B: 8,
-        _LLAMA_8B._replace(weights=FP8): 7,
+        _LLAMA_8B._replace(weights=FP8): 8,
         _LLAMA_8B._replace(weights=INT4): 8,
         _LLAMA_1B: 8,
         _LLAMA_1B._replace(weights=FP8): 1,
