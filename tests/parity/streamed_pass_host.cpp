@@ -1,6 +1,6 @@
 // streamed_pass.cu on the host.
 
-constexpr int THREADS = 256 + FETCHERS * 32, CLUSTER = 1;
+constexpr int THREADS = 384, CLUSTER = 1;
 constexpr int SHARED = SCRATCH_BYTES + SLOTS * SLOT_BYTES + SHARED_BYTES;
 #include "fibers.h"
 

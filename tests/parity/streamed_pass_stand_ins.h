@@ -78,8 +78,6 @@ static void copy_in(Block& block, u32 to, const TensorMap& map, const long (&fir
     barrier.bytes -= lines * line_bytes;
     settle(barrier);
 }
-static void ask_for_box(const TensorMap&, int, int) {}
-static void ask_for_line(const void*) {}
 static void copy(u32 to, const TensorMap& map, int chunk, int row, u32 at, u64)
 {
     copy_in(here(), to, map, {0, row, 0, chunk}, at);

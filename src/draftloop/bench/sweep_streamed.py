@@ -25,7 +25,7 @@ from draftloop.attention.registry import attention_backend
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, time_us
 from draftloop.bench.sweep_report import SweepReport, gpu, run_bench
 from draftloop.kernels.quantised import QuantisedWeight
-from draftloop.kernels.streamed_plan import MAX_TOKENS, STAGES_AHEAD, trying
+from draftloop.kernels.streamed_plan import MAX_TOKENS, trying
 from draftloop.models.dense import DenseDecoder, attention_shape, cache_spec
 from draftloop.models.presets import PRESETS
 from draftloop.models.quantisation import online
@@ -113,18 +113,17 @@ def replayed(run: Callable[[], Tensor]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def measure(case: Case, device: torch.device, stages_ahead: int) -> dict[str, Any]:
+def measure(case: Case, device: torch.device) -> dict[str, Any]:
     """us per layer, streamed and not, and whether and how what comes out differs."""
     run, floor = make_pass(case, device)
     us, outs = {}, {}
     for limit in (0, MAX_TOKENS):
-        with trying(limit, stages_ahead=stages_ahead):
+        with trying(limit):
             us[limit] = time_us([run], min_calls=2, repeats=15)[0] / case.num_layers
             outs[limit] = replayed(run)
     plain, streamed = outs[0][0].float(), outs[MAX_TOKENS]
     return {
         "case": case._asdict(),
-        "stages_ahead": stages_ahead,
         "floor_us": floor / case.num_layers,
         "us": us[0],
         "streamed_us": us[MAX_TOKENS],
@@ -149,20 +148,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON of results; written anew after every case")
     parser.add_argument("--seconds", type=float, default=60, help="start no new case after this long")
     parser.add_argument("--streamed", type=int, metavar="TOKENS", help="stream so many while the arguments are run")
-    parser.add_argument(
-        "--stages-ahead", type=int, default=STAGES_AHEAD, help="stages that L2 is asked for behind those in the ring"
-    )
     parser.add_argument("arguments", nargs="*", help="of `draftloop bench`")
     args = parser.parse_args()
     if args.streamed is not None:
-        with trying(args.streamed, stages_ahead=args.stages_ahead):
+        with trying(args.streamed):
             run_bench(args.arguments)
         return
     report, device = SweepReport(args.out, args.seconds), gpu()
     for case in CASES:
         if report.is_late():
             break
-        row = measure(case, device, args.stages_ahead)
+        row = measure(case, device)
         report.add(row, [line(row)])
 
 

@@ -25,7 +25,6 @@ from draftloop.kernels.linear import sm_count
 from draftloop.kernels.linear_planes import Planes
 from draftloop.kernels.streamed_plan import (
     BF16,
-    CONSUMERS,
     FP8,
     INT4,
     INT4_ZEROS,
@@ -33,6 +32,7 @@ from draftloop.kernels.streamed_plan import (
     MAX_SPLITS,
     MAX_TOKENS,
     SETS,
+    THREADS,
     Format,
     Plan,
     Shape,
@@ -284,7 +284,7 @@ class _Streamer:
         plan = make_plan(self._shape, sm_count(self._device))
         assert plan is not None, self._shape
         assert not torch.cuda.is_current_stream_capturing(), "run once before it is captured"
-        self._plan, self._kernels = plan, dict[tuple[int, int], tuple[Any, int]]()
+        self._plan, self._kernels = plan, dict[int, Any]()
         self._page_size = caches[0].shape[2]
         self._scratch = Scratch(self._shape, plan, self._device)
         table = kernel_layers(weights, caches, plan, _tensor_map)
@@ -292,15 +292,14 @@ class _Streamer:
         self._layers = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self._device)
         torch.cuda.current_stream(self._device).synchronize()  # other streams use it next
 
-    def _kernel(self, max_query_len: int) -> tuple[Any, int]:
-        """And how many threads its blocks have."""
+    def _kernel(self, max_query_len: int) -> Any:
         sizes = definitions(self._shape, self._plan, max_query_len=max_query_len, page_size=self._page_size)
-        key = sizes["QUERY_TILES"], sizes["STAGES_AHEAD"]
+        key = sizes["QUERY_TILES"]
         if key not in self._kernels:
             found = load_kernel(SOURCE, sizes, SOURCE.stem, self._device)
             limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             ask("cuFuncSetAttribute", found, limit, self._shape.weights.memory_bytes)
-            self._kernels[key] = found, CONSUMERS + 32 * sizes["FETCHERS"]
+            self._kernels[key] = found
         return self._kernels[key]
 
     def launch(
@@ -312,13 +311,12 @@ class _Streamer:
         batch: PassBatch,
         max_query_len: int,
     ) -> None:
-        (kernel, threads), blocks = self._kernel(max_query_len), self._plan.num_blocks
+        kernel, blocks = self._kernel(max_query_len), self._plan.num_blocks
         one = fill_in(
             weights, self._layers.data_ptr(), self._scratch, embedded_TC, out_TC, residuals_LTC, batch, blocks
         )
         addresses = (ctypes.c_void_p * 1)(ctypes.addressof(one))
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        config = _launch_config(blocks, threads, self._shape.weights.memory_bytes, stream)
+        config = _launch_config(blocks, self._shape.weights, torch.cuda.current_stream(self._device).cuda_stream)
         ask("cuLaunchKernelEx", config, kernel, ctypes.addressof(addresses), 0)
 
 
@@ -326,15 +324,15 @@ _turns = _Turns()
 _streamers: dict[tuple[object, ...], _Streamer] = {}
 
 
-def _launch_config(num_blocks: int, num_threads: int, shared_bytes: int, stream: int) -> Any:
+def _launch_config(num_blocks: int, weights: Format, stream: int) -> Any:
     """All blocks run at once, or none: they wait for each other."""
     driver = bindings()
     config, together = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
     together.value.cooperative = 1
     config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared_bytes, stream
+    config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+    config.sharedMemBytes, config.hStream = weights.memory_bytes, stream
     config.attrs, config.numAttrs = [together], 1
     return config
 

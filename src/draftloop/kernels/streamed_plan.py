@@ -16,8 +16,8 @@ MAX_TOKENS, MAX_ROW_TOKENS, MAX_QUERIES = 8, 8, 32
 MAX_SPLITS = 16
 SETS = 4
 """Of what blocks hand on: layers take turns with them."""
-CONSUMERS, SLOTS, SCRATCH_BYTES, SHARED_BYTES = 256, 5, 32 << 10, 34 << 10
-"""Of a block; consumers are threads that multiply."""
+THREADS, SLOTS, SCRATCH_BYTES, SHARED_BYTES = 384, 5, 32 << 10, 34 << 10
+"""Of a block."""
 MAX_SUMS = MAX_HIDDEN_TILES = 16
 """Tiles of 8 rows that registers hold the sums of, and that `SHARED_BYTES` hold the residual stream of."""
 
@@ -110,23 +110,19 @@ MEASURED: dict[str, dict[Shape, int]] = {
 """GPU -> shape -> up to how many tokens the kernel is faster than a pass of many: `draftloop.bench.sweep_streamed`."""
 
 
-STAGES_AHEAD = 0
-"""That L2 is asked for behind those in the ring."""
 _tried: int | None = None
-_stages_ahead = STAGES_AHEAD
 
 
 @contextmanager
-def trying(limit: int, *, stages_ahead: int = STAGES_AHEAD) -> Iterator[None]:
+def trying(limit: int) -> Iterator[None]:
     """Passes are streamed up to so many tokens meanwhile, whatever was measured: for sweeps and tests."""
-    global _tried, _stages_ahead
+    global _tried
     assert limit <= MAX_TOKENS, limit
-    before = _tried, _stages_ahead
-    _tried, _stages_ahead = limit, stages_ahead
+    before, _tried = _tried, limit
     try:
         yield
     finally:
-        _tried, _stages_ahead = before
+        _tried = before
 
 
 def token_limit(shape: Shape, device: torch.device) -> int:
@@ -204,7 +200,5 @@ def definitions(shape: Shape, plan: Plan, *, max_query_len: int, page_size: int)
     memory = {"slots": SLOTS, "scratch_bytes": SCRATCH_BYTES, "shared_bytes": SHARED_BYTES, "tokens": MAX_TOKENS}
     kept = shape.weights
     weights = {"slot_bytes": kept.slot_bytes, "planes": kept.planes, "zeros": int(kept.kinds == 3)}
-    # where words are decoded, a whole group of four warps fetches, to give registers away
-    weights |= {"stages_ahead": _stages_ahead, "fetchers": 4 if kept.planes > 1 or _stages_ahead else 1}
     found = {**sizes, **attention, **plan._asdict(), **memory, **weights}
     return {name.upper(): value for name, value in found.items() if name != "num_blocks"}

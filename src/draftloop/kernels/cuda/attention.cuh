@@ -122,18 +122,6 @@ __device__ __forceinline__ int page_of(const Share& share, int tile)
 {
     return tile == 0 || tile >= share.end ? -1 : share.pages[(tile - 1) * KEYS / PAGE_SIZE];
 }
-// Asks L2 for this warp's first tile, which else would wait in memory's queue behind all weights that were asked for.
-__device__ __forceinline__ void ask_ahead_for_tile(const Share& share, const uint4* cached_keys,
-                                                   const uint4* cached_values, const Thread& me)
-{
-    constexpr int LINES = HEAD_DIM / 64, TOGETHER = 32 / KEYS;  // of 128 bytes in a key; lanes for each key
-    const int tile = share.begin + me.warp, key = (tile - 1) * KEYS + me.lane / TOGETHER;
-    if (tile == 0 || tile >= share.end || key >= share.num_old || me.lane % TOGETHER >= LINES) return;
-    const long long slot = (long long)share.page * PAGE_SIZE + key % PAGE_SIZE;
-    const long long at = (slot * KV_HEADS + share.kv_head) * CHUNKS + me.lane % TOGETHER * 8;
-    ask_for_line(cached_keys + at), ask_for_line(cached_values + at);
-}
-
 // Asks for this warp's tile, from `first` on, if the cache has it. Its values come to shared memory.
 __device__ __forceinline__ void ask_for_tile(Keys& keys, uint4* values, const Share& share, int first,
                                              const uint4* cached_keys, const uint4* cached_values, const Thread& me)

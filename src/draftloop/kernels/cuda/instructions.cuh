@@ -127,16 +127,6 @@ __device__ __forceinline__ void copy(u32 to, const TensorMap& map, int chunk, in
                  "[%0], [%1, {%2, %3, %2, %4}], [%5], %6;"
                  ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(chunk), "r"(barrier), "l"(policy) : "memory");
 }
-// The same box, to L2 alone.
-__device__ __forceinline__ void ask_for_box(const TensorMap& map, int chunk, int row)
-{
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %1, %3}];"
-                 ::"l"(&map), "r"(0), "r"(row), "r"(chunk) : "memory");
-}
-__device__ __forceinline__ void ask_for_line(const void* p)  // of 128 bytes
-{
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
-}
 // To the same place in each block of the cluster that has a bit in `blocks`, and counted by each one's barrier.
 __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap& map, int column, int row, u32 barrier, int blocks)
 {

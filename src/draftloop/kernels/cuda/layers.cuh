@@ -1,9 +1,8 @@
 // A decoder's layers, and the order in which a block asks for weights.
 //
 // streamed_plan.py defines the sizes: HIDDEN, QUERY, INNER, QKV; of each matrix the tiles of 8 rows that a block owns
-// and the chunks in a stage; TOKENS; PLANES and ZEROS of weights; SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES;
-// FETCHERS, warps beside those that multiply; STAGES_AHEAD of those in the ring that L2 is asked for; and those of
-// attention.cuh.
+// and the chunks in a stage; TOKENS; PLANES and ZEROS of weights; SLOTS, SLOT_BYTES, SCRATCH_BYTES, SHARED_BYTES; and
+// those of attention.cuh.
 #pragma once
 #include "attention.cuh"
 

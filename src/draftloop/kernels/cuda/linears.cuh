@@ -86,14 +86,13 @@ struct Meeting {
 
 using Ring = RingOf<SLOTS, SLOT_BYTES>;
 
-// Brings stages to the ring.
-struct Fetcher {
-    Ring ring;
-    u64 policy;
-    volatile u32* fetched;  // stages
-    u32 count = 0;
-    template <class Stage> __device__ void take(const TensorMap (&maps)[KINDS], int chunk, int row)
-    {
+// The rows of one matrix that this block owns, some columns at a time.
+template <int SIZE, int TILES, int CHUNKS>
+__device__ __forceinline__ void fetch(Ring& ring, const TensorMap (&maps)[KINDS], int row, u64 policy)
+{
+    using Stage = StageOf<TILES, CHUNKS>;
+    #pragma unroll 1
+    for (int chunk = 0; chunk < SIZE / CHUNK_COLUMNS; chunk += CHUNKS) {
         wait(ring.freed(), ring.parity ^ 1);
         expect(ring.filled(), Stage::COPIED);
         copy(ring.at(), maps[0], chunk, row * (TILE / 8) / 128, ring.filled(), policy);
@@ -102,30 +101,7 @@ struct Fetcher {
             copy(ring.at() + Stage::GROUPS_AT + (kind - 1) * Stage::KIND_BYTES, maps[kind], chunk, row / 8,
                  ring.filled(), policy);
         ring.advance();
-        if (STAGES_AHEAD) *fetched = ++count;
     }
-};
-// Asks L2 for the STAGES_AHEAD stages behind those in the ring, so that memory goes on while the ring is full.
-struct Scout {
-    const volatile u32* fetched;
-    u32 count = 0;
-    template <class Stage> __device__ void take(const TensorMap (&maps)[KINDS], int chunk, int row)
-    {
-        const u32 stage = count++;
-        look_until([&] { return stage < *fetched + STAGES_AHEAD; });
-        if (stage < SLOTS || stage < *fetched) return;
-        ask_for_box(maps[0], chunk, row * (TILE / 8) / 128);
-        #pragma unroll
-        for (int kind = 1; kind < KINDS; kind++) ask_for_box(maps[kind], chunk, row / 8);
-    }
-};
-// The rows of one matrix that this block owns, some columns at a time.
-template <int SIZE, int TILES, int CHUNKS, class To>
-__device__ __forceinline__ void fetch(To& to, const TensorMap (&maps)[KINDS], int row)
-{
-    #pragma unroll 1
-    for (int chunk = 0; chunk < SIZE / CHUNK_COLUMNS; chunk += CHUNKS)
-        to.template take<StageOf<TILES, CHUNKS>>(maps, chunk, row);
 }
 
 // Where a pair of columns of 8 tokens stands, so that a thread finds its part of a unit side by side.

@@ -15,7 +15,6 @@ constexpr int O_SCALES = QKV_ROWS, DOWN_SCALES = O_SCALES + HIDDEN_ROWS, GATE_UP
 
 struct Shared {
     u64 filled[SLOTS], freed[SLOTS];
-    u32 fetched;
     float scale[TOKENS];
     Share shares[WARPS];
     AttentionMemory attention;
@@ -144,18 +143,25 @@ __device__ __forceinline__ void ask_for_tensors(Shared& shared, const Pass& pass
                    (const u32*)&pass.layers[index].tensors + threadIdx.x);
 }
 
-template <class To> __device__ __forceinline__ void fetch_weights(To to, const Pass& pass)
+__device__ __forceinline__ void fetch_weights(Ring ring, const Pass& pass)
 {
     const int block = blockIdx.x;
+    const u64 policy = read_once();  // the cache is better used for what is read again
     fetch_all(pass, [&](const TensorMap(&maps)[MATRICES][KINDS]) {
-        if (block < QKV_BLOCKS) fetch<HIDDEN, QKV_TILES, QKV_CHUNKS>(to, maps[QKV_MATRIX], block * QKV_ROWS);
-        if (block < HIDDEN_BLOCKS) fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(to, maps[O_MATRIX], block * HIDDEN_ROWS);
+        if (block < QKV_BLOCKS) fetch<HIDDEN, QKV_TILES, QKV_CHUNKS>(ring, maps[QKV_MATRIX], block * QKV_ROWS, policy);
+        if (block < HIDDEN_BLOCKS)
+            fetch<QUERY, HIDDEN_TILES, O_CHUNKS>(ring, maps[O_MATRIX], block * HIDDEN_ROWS, policy);
         if (block < INNER_BLOCKS)
             for (int row = block * INNER_ROWS; row < (block + 1) * INNER_ROWS; row += PASS_TILES * 8)
-                fetch<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(to, maps[GATE_UP_MATRIX], row);
-        if (block < HIDDEN_BLOCKS) fetch<INNER, HIDDEN_TILES, DOWN_CHUNKS>(to, maps[DOWN_MATRIX], block * HIDDEN_ROWS);
+                fetch<HIDDEN, 2 * PASS_TILES, GATE_UP_CHUNKS>(ring, maps[GATE_UP_MATRIX], row, policy);
+        if (block < HIDDEN_BLOCKS)
+            fetch<INNER, HIDDEN_TILES, DOWN_CHUNKS>(ring, maps[DOWN_MATRIX], block * HIDDEN_ROWS, policy);
     });
 }
+
+// One fetches. The others of its group give registers to the two groups that multiply: with fewer the compiler has
+// products that are added to each other follow each other.
+constexpr int FETCHERS = 4;
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + FETCHERS * 32, 1)
 streamed_pass(const __grid_constant__ Pass pass)
@@ -170,18 +176,15 @@ streamed_pass(const __grid_constant__ Pass pass)
             init(address(&shared.filled[slot]), 1);
             init(address(&shared.freed[slot]), WARPS);
         }
-        shared.fetched = 0;
         show_barriers_to_copies();
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        if (FETCHERS == 4) keep_registers<40>();  // which change hands between groups of four warps
-        // the cache is better used for what is read again
-        if (threadIdx.x / 32 == WARPS) fetch_weights(Fetcher{ring, read_once(), &shared.fetched}, pass);
-        if (STAGES_AHEAD && threadIdx.x / 32 == WARPS + 1) fetch_weights(Scout{&shared.fetched}, pass);
+        keep_registers<40>();
+        if (threadIdx.x < CONSUMERS + 32) fetch_weights(ring, pass);
         return;
     }
-    if (FETCHERS == 4) take_registers<232>();
+    take_registers<232>();
 
     const Thread me = this_thread(pass.num_tokens);
     const int block = blockIdx.x;
@@ -228,7 +231,6 @@ streamed_pass(const __grid_constant__ Pass pass)
         const Tensors &layer = shared.tensors[index % 4], &next = shared.tensors[(index + 1) % 4];
         const Handed handed = set_of(pass, index);
         const Thread me = this_thread(pass.num_tokens);
-        if (STAGES_AHEAD && share.is_any) ask_ahead_for_tile(share, layer.keys, layer.values, me);
         if (block < QKV_BLOCKS) {
             Squares of_tokens(handed.squares[0], me);
             Sums<QKV_TILES> sums;
