@@ -43,7 +43,7 @@ struct Fiber {
     Index thread, block;
     int place;  // of its block among those that run
     bool ended;
-    std::vector<std::function<void()>> begun;  // products, which are computed when they are waited for
+    std::vector<std::function<void()>> begun;  // products and copies, which are made when they are waited for
     std::deque<size_t> committed;              // how many had begun by then
 };
 

@@ -51,7 +51,8 @@ CASES = [
     Case(Shape(512, 256, 2, 1, 64, INT4), 1, 16, [3], [20], num_sms=4),
     # a zero point for each group; odd numbers of tiles
     Case(Shape(128, 128, 1, 1, 128, INT4_ZEROS), 1, 16, [2, 1], [9, 3], uniform=False, num_sms=16),
-    Case(Shape(256, 128, 2, 1, 64, FP8), 2, 16, [2, 2], [9, 3], num_sms=4),
+    # blocks without rows of o and down
+    Case(Shape(256, 384, 4, 1, 64, FP8), 2, 16, [2, 2], [9, 3], num_sms=6),
 ]
 
 

@@ -90,9 +90,16 @@ static void load(uint4& x, const uint4* p) { x = *p; }
 static void store(u32* p, u32 x) { *p = x; }
 static void store(u32* p, u32 first, u32 second) { p[0] = first, p[1] = second; }
 static uint4 load_four(const uint4* p) { return *p; }
-static void copy_later(u32* to, const u32* from) { *to = *from; }
-static void copy_later(uint4* to, const uint4* from, bool zeros) { *to = zeros ? uint4{} : *from; }
-static void await_copies() {}
+static void copy_later(u32* to, const u32* from) { self->begun.push_back([=] { *to = *from; }); }
+static void copy_later(uint4* to, const uint4* from, bool zeros)
+{
+    self->begun.push_back([=] { *to = zeros ? uint4{} : *from; });
+}
+static void await_copies()
+{
+    for (auto& copy : self->begun) copy();
+    self->begun.clear();
+}
 static void add_released(u64* p, u64 more) { *p += more; }
 static u64 acquired(const u64* p)
 {
