@@ -83,7 +83,6 @@ static void copy(u32 to, const TensorMap& map, int chunk, int row, u32 at, u64)
     copy_in(here(), to, map, {0, row, 0, chunk}, at);
 }
 
-static float load_float(const float* p) { return *p; }
 static void load(u32& x, const u32* p) { x = *p; }
 static void load(u32 (&x)[2], const u32* p) { x[0] = p[0], x[1] = p[1]; }
 static void load(uint4& x, const uint4* p) { x = *p; }

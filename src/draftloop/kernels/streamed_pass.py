@@ -140,7 +140,7 @@ class KernelPass(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("layers", "embedded", "residuals", "out")),
         *((name, ctypes.c_void_p) for name in ("hidden", "qkv", "attended", "inner", "squares")),
-        *((name, ctypes.c_void_p) for name in ("partial_results", "partial_sums", "row_counters", "counter")),
+        *((name, ctypes.c_void_p) for name in ("partial_results", "partial_sums", "counter")),
         *((name, ctypes.c_void_p) for name in (*PassBatch._fields, "cos_sin")),
         *((name, ctypes.c_int) for name in ("num_rows", "table_width", "num_splits")),
         ("scale", ctypes.c_float),
@@ -169,7 +169,6 @@ class Scratch:
         first = sets_SN[0].split(list(parts.values()))
         self.set_words = sets_SN.shape[1] // 2
         self.tensors = {name: part.view(size) for (name, size), part in zip(sizes.items(), first, strict=True)}
-        self.tensors["row_counters"] = torch.zeros(plan.num_blocks, dtype=torch.int64, device=device)
         self.tensors["counter"] = torch.zeros(1, dtype=torch.int64, device=device)
 
 
@@ -261,7 +260,9 @@ def kernel_layers(
 
 class _Turns:
     """Passes share scratch memory: outside of a capture, where phases may run side by side while they are warmed up,
-    each waits for the one before."""
+    each waits for the one before. Graphs of a decoder are replayed by one stream, and two of its passes could not run
+    at once: a block takes a multiprocessor's shared memory, and shapes worth streaming have blocks for most of them.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -43,7 +43,6 @@ struct Batch {  // as attention.base.AttentionBatch
 struct Partials {
     u32* results;   // [blocks, QUERIES, HEAD_DIM]: splits of an item are blocks side by side
     u32* sums;      // [blocks, QUERIES, 2]: the highest score, and the total weight
-    u64* counters;  // [items]
 };
 
 struct Share {  // a block's, of attention in each layer

@@ -157,13 +157,7 @@ __device__ __forceinline__ void store(u32* p, u32 first, u32 second)
     asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(first), "r"(second));
 }
 
-// What other multiprocessors have written: L1 must not answer.
-__device__ __forceinline__ float load_float(const float* p)
-{
-    float x;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p));
-    return x;
-}
+// Keys, which other multiprocessors may have written: L1 must not answer.
 __device__ __forceinline__ uint4 load_four(const uint4* p)
 {
     uint4 x;

@@ -30,7 +30,7 @@ struct Pass {
     u32* hidden;          // [2, TOKENS, HIDDEN], in the order of `handed_on`, for each norm
     u32 *qkv;             // [TOKENS, QKV]
     u32 *attended, *inner;  // [TOKENS, size], in the order of `handed_on`
-    float* squares;       // [2, HIDDEN_BLOCKS, TOKENS]
+    u32* squares;         // [2, HIDDEN_BLOCKS, TOKENS]
     Partials partials;
     u64* counter;
     Batch batch;

@@ -1,4 +1,4 @@
-// Products of few tokens with large matrices that are read without a pause, and how blocks wait for each other.
+// Products of few tokens with large matrices that are read without a pause, and how blocks find what others hand on.
 //
 // Every block owns rows of each matrix, whole, so that no sums cross blocks. One thread of it asks the copy engine for
 // those rows, matrix after matrix, as fast as a ring of slots in shared memory has room. It waits for no result, so
@@ -56,33 +56,6 @@ template <int N, int M> __device__ __forceinline__ bool are_there(const u32 (&wo
     for (int i = 0; i < N * M; i++) largest = max(largest, words[i / M][i % M]);
     return largest != EMPTY;
 }
-
-// What a block wrote before it arrived is seen by all that have waited. Each meeting adds `size` to the counter, so
-// where it stood before the first of a launch, which no block has passed without this one, is the last multiple.
-struct Meeting {
-    u64* counter;
-    int size;
-    u64 target;
-    __device__ Meeting(u64* counter, int size)
-        : counter(counter), size(size), target(acquired(counter) / size * size) {}
-    __device__ void arrive(int weight = 1)
-    {
-        consumers_meet();
-        target += size;
-        if (threadIdx.x == CONSUMERS - 1) add_released(counter, weight);
-    }
-    // By a thread of the last warp, which is the least likely to have asked for keys: it would wait for them first.
-    __device__ void wait() const
-    {
-        if (threadIdx.x == CONSUMERS - 1) see();
-        consumers_meet();
-    }
-    __device__ void meet() { arrive(), wait(); }
-    __device__ void see() const
-    {
-        look_until([&] { return acquired(counter) >= target; });
-    }
-};
 
 using Ring = RingOf<SLOTS, SLOT_BYTES>;
 

@@ -40,11 +40,11 @@ struct Handed {  // on in a layer
 __device__ __forceinline__ Handed set_of(const Pass& pass, int index)
 {
     const int offset = index % SETS * pass.set_words;
-    u32* const squares = (u32*)pass.squares + offset;
+    u32* const squares = pass.squares + offset;
     return {{pass.hidden + offset, pass.hidden + offset + TOKENS * HIDDEN / 2},
             {squares, squares + HIDDEN_BLOCKS * TOKENS},
             pass.qkv + offset, pass.attended + offset, pass.inner + offset,
-            {pass.partials.results + offset, pass.partials.sums + offset, nullptr}};
+            {pass.partials.results + offset, pass.partials.sums + offset}};
 }
 __device__ __forceinline__ void wipe(const Handed& set, int block, int num_blocks)  // its partial results stand last
 {
@@ -54,11 +54,17 @@ __device__ __forceinline__ void wipe(const Handed& set, int block, int num_block
         *(uint4*)at = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
 }
 
-// All blocks. What they wrote before is seen by all behind.
+// All blocks, once in a launch. What they wrote before is seen by all behind. The counter only grows: where it stood in
+// front of the launch, which no block has passed without this one, is the last multiple of their number.
 __device__ __forceinline__ void blocks_meet(u64* counter)
 {
-    Meeting all(counter, gridDim.x);
-    all.meet();
+    consumers_meet();
+    if (threadIdx.x == 0) {
+        const u64 target = (acquired(counter) / gridDim.x + 1) * gridDim.x;
+        add_released(counter, 1);
+        look_until([&] { return acquired(counter) >= target; });
+    }
+    consumers_meet();
 }
 
 // What the next matrix multiplies, still unscaled, and squares of this block's columns of the residual stream.
