@@ -21,6 +21,8 @@ fi
 small="not real_shapes and not vocabular and not whole and not 8b and not model_shapes and not as_large and not text"
 # layers as large as Mixtral's take the sanitizer longer than there is
 small+=" and not layers_on_a_gpu"
+# one pass of blocks that wait for each other takes it seconds
+small+=" and not each_time and not take_turns"
 small+=" and not flashinfer and not sdpa and not _torch and not in_a_graph and not replays and not many_tokens"
 
 check() { # tool, file

@@ -130,10 +130,7 @@ def test_it_computes_the_same_as_fibers_on_the_host(
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, *REAL_SHAPES], ids=name)
 @torch.inference_mode()
-def test_it_is_the_pass_of_many_kernels_and_the_same_bits_each_time(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In graphs and out of them; weights that overtake loads of those before them would show here."""
+def test_it_is_the_pass_of_many_kernels(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     model, batch = make_decoder(case, device), make_batch(case, device)
     plain_cache = make_cache(case, batch, device)
@@ -147,9 +144,21 @@ def test_it_is_the_pass_of_many_kernels_and_the_same_bits_each_time(
 
     monkeypatch.setattr(streamed, "streamed_pass", counted)
     with trying(MAX_TOKENS):
+        found = run_pass(model, batch, cache)
+    assert len(calls) == 1
+    check(case, found, expected, cache, plain_cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *REAL_SHAPES], ids=name)
+@torch.inference_mode()
+def test_bits_are_the_same_each_time(case: Case) -> None:
+    """In graphs and out of them; weights that overtake loads of those before them would show here."""
+    device = torch.device("cuda")
+    model, batch = make_decoder(case, device), make_batch(case, device)
+    cache = make_cache(case, batch, device)
+    with trying(MAX_TOKENS):
         first = run_pass(model, batch, cache)
-        assert len(calls) == 1
-        check(case, first, expected, cache, plain_cache)
         kept = cache.clone()
         for _ in range(20):
             again = run_pass(model, batch, cache)
