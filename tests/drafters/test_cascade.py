@@ -30,6 +30,7 @@ from helpers import (
 K = 3
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 EAGLE = {"method": "eagle3", "model": tiny_head("eagle3")}
+DRAFT_MODEL = {"method": "draft_model", "model": near_draft()}
 SCRIPTED = {"method": "scripted", "script": repeat_suffix}
 
 
@@ -44,11 +45,18 @@ def eagle_drafts(tokens: list[int]) -> list[int]:
     return other.chain(tokens, torch.cat([streams[i] for i in config.layer_ids or ()], -1), K)[0]
 
 
+def model_drafts(tokens: list[int]) -> list[int]:
+    return oracle(tokens, K, model=near_draft())
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["apart", "one_graph"])
-def test_each_row_has_the_drafts_of_the_first_that_has_any(whole):
-    """Blocks of either drafter are accepted to any length (by coin), and the head still drafts from a cache that
-    has every token."""
-    spec = cascade(NGRAM, EAGLE, rejection_sample_method="synthetic", synthetic_acceptance_length=2.5)
+@pytest.mark.parametrize(
+    ("second", "would_draft"), [(EAGLE, eagle_drafts), (DRAFT_MODEL, model_drafts)], ids=["eagle3", "draft_model"]
+)
+def test_each_row_has_the_drafts_of_the_first_that_has_any(second, would_draft, whole):
+    """Blocks of either drafter are accepted to any length (by coin), and the second still drafts from a cache that
+    has every token, though it has drafted others."""
+    spec = cascade(NGRAM, second, rejection_sample_method="synthetic", synthetic_acceptance_length=2.5)
     llm = engine(
         speculative_config=spec,
         cudagraph_capture_sizes=(2, 8),
@@ -58,6 +66,7 @@ def test_each_row_has_the_drafts_of_the_first_that_has_any(whole):
         poison=True,
     )
     core, state = llm.engine.core, llm.engine.core.worker.state
+    own_MK = llm.engine.drafter.row_memory()[f"{second['method']}.drafts_MK"]
     for i, prompt in enumerate(prompts(3)):
         core.add(str(i), prompt, greedy(24))
     seen = set()
@@ -65,9 +74,10 @@ def test_each_row_has_the_drafts_of_the_first_that_has_any(whole):
     def check() -> None:
         for sequence in answering(core):
             tokens = sequence.token_ids
-            found = lookup_reference(tokens, K, 1, 3)
+            found, own = lookup_reference(tokens, K, 1, 3), would_draft(tokens)
+            assert own_MK[sequence.row].tolist() == own
             by = int(found[0] < 0)
-            assert state.drafts_MK[sequence.row].tolist() == (eagle_drafts(tokens) if by else found)
+            assert state.drafts_MK[sequence.row].tolist() == (own if by else found)
             assert state.drafted_by_M[sequence.row] == by
             seen.add(by)
 

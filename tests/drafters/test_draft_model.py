@@ -69,6 +69,7 @@ def test_the_chain_replays_its_graph_at_every_step(mode):
     assert answers(llm.generate(prompt, greedy(51))) == [oracle(prompt, 51)]
     assert llm.get_metrics()["spec_decode_num_accepted_tokens"] == 0, "so that there are exactly 50 steps"
     report = llm.get_graph_report()
+    assert llm.engine.table.phases["draft.prefill"].tokens_per_row == 2 < 1 + K, "it has been fed the others"
     steps = {"target.verify": 50, "accept": 50, "draft.prefill": 50, "draft.decode": 50 * (K - 1) + K}
     none = dict.fromkeys(steps, 0)
     replays = {phase: report.replays[phase] for phase in steps}

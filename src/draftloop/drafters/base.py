@@ -163,6 +163,8 @@ class Drafter(ABC):
     forced_acceptance: ClassVar[bool] = False
     """Its drafts mean nothing; acceptance is by coin (benchmarks)."""
 
+    drafts_alone: bool = True
+    """What steps verify of a row is what this drafter drafted for it; `cascade` denies it of those that it asks."""
     folder: Path | None = None
     """Where its checkpoint is; None for drafters without one, and for shapes."""
 

@@ -85,6 +85,8 @@ class CascadeDrafter(Drafter):
             if not cls.drafts or cls.forced_acceptance or cls is CascadeDrafter:
                 raise ConfigError(f"{cls.name!r} cannot be one of several drafters; leave it out")
         self.parts = [cls(part, target) for cls, part in zip(classes, parts, strict=True)]
+        for part in self.parts:
+            part.drafts_alone = False
         self._only_one("work on the host", [part for part in self.parts if part.on_host])
         self._only_one("draw their drafts", [part for part in self.parts if part.sampled], remedy="greedy")
         reading = [part for part in self.parts if part.aux_layers]

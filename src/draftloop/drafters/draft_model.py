@@ -2,11 +2,12 @@
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023.
 
-After an acceptance the first pass runs over the verified block, ids shifted by one, so that the
-last draft (which the model has never been fed) and the bonus token enter its cache in one pass
-of fixed shape. Rejected tail tokens run too; later passes write over what they leave.
+Of the tokens that a step emits the model has been fed all but the last two, which it drafted: the bonus token, and in
+front of it the last draft where all were accepted. So after an acceptance its first pass runs over a row's last two
+tokens, whatever was accepted. Where others' drafts may have been verified it runs over the whole block; rejected tail
+tokens run too, and later passes write over what they leave.
 
-Shape suffixes: R rows, T tokens, Q = 1 + K tokens of a block, W draft vocabulary.
+Shape suffixes: R rows, T tokens, C hidden size.
 """
 
 from __future__ import annotations
@@ -191,11 +192,12 @@ class DraftModelDrafter(Drafter):
             return {}
 
         def prefill(
-            launch: Launch, rows: Tensor, num_emitted: Tensor, *, block: int, sampled: bool
+            launch: Launch, rows: Tensor, num_emitted: Tensor | None = None, *, block: int, sampled: bool
         ) -> Mapping[str, Tensor]:
-            # from the verified block's first new token; what is past the last one is hidden from it
+            # the last tokens, or from a step's first new one on: what is past the last one is hidden from it
+            offset = -block if num_emitted is None else 0
             batch, tokens = tail_batch(
-                state, rows, block, page_size, launch, offset=0, emitted_R=num_emitted, num_ids=num_embedded
+                state, rows, block, page_size, launch, offset=offset, emitted_R=num_emitted, num_ids=num_embedded
             )
             hidden_TC, _ = model(tokens.ids_T, kv, batch)
             return draft(rows, hidden_TC[tokens.last_R], sampled=sampled, first=True)
@@ -209,22 +211,25 @@ class DraftModelDrafter(Drafter):
         support = self.backend_class.graph_support(self.target.device.type)
         full = {GraphMode.FULL} if support.uniform else set()
         rows = rows_slot(state.padding_row)
-        num_emitted = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)  # nothing of the padding row follows from it
+        slots, blocks = {"rows": rows}, {self.num_drafts: 2}
+        if not self.drafts_alone:
+            # nothing of the padding row follows from it
+            slots["num_emitted"] = Slot(unit=Unit.ROW, dtype=torch.int32, pad=Pad.KEEP)
+            blocks = {k: k + 1 for k in self.counts if k}
         phases = [self.prompt_phase(state, kv), *self.feed_phases(state, kv)]
         for sampled in (False, True) if self.sampled else (False,):
             phases += [
                 *(
                     Phase(
                         name=count_name(sampled_name("draft.prefill", sampled), k, self.num_drafts),
-                        fn=partial(prefill, block=k + 1, sampled=sampled),
-                        slots={"rows": rows, "num_emitted": num_emitted},
-                        tokens_per_row=k + 1,
+                        fn=partial(prefill, block=block, sampled=sampled),
+                        slots=slots,
+                        tokens_per_row=block,
                         modes=frozenset({GraphMode.NONE, GraphMode.PIECEWISE, *full}),
                         reason=support.reason,
                         cost=model.cost(),
                     )
-                    for k in self.counts
-                    if k
+                    for k, block in blocks.items()
                 ),
                 Phase(
                     name=sampled_name("draft.decode", sampled),
@@ -251,7 +256,9 @@ class DraftModelDrafter(Drafter):
         if not num_drafts:
             return ("draft.feed",)
         prefill, *chain = self.rounds(sampled=sampled).next
-        return (count_name(prefill, num_drafts, self.num_drafts), *chain[: num_drafts - 1])
+        if not self.drafts_alone:
+            prefill = count_name(prefill, num_drafts, self.num_drafts)
+        return (prefill, *chain[: num_drafts - 1])
 
     def first_rounds(self, num_drafts: int, *, sampled: bool) -> tuple[str, ...]:
         # one at least: it feeds the bonus token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -114,7 +114,7 @@ _tried: int | None = None
 
 
 @contextmanager
-def trying(limit: int) -> Iterator[None]:
+def trying(limit: int) -> Generator[None]:
     """Passes are streamed up to so many tokens meanwhile, whatever was measured: for sweeps and tests."""
     global _tried
     assert limit <= MAX_TOKENS, limit
