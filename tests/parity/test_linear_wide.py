@@ -13,12 +13,15 @@ from torch import Tensor
 
 from draftloop.kernels import linear_wide as module
 from draftloop.kernels.batch_invariance import batch_invariant
+from draftloop.kernels.linear_multicast import MulticastTiles
 from draftloop.kernels.linear_wide import (
     MEASURED,
+    AnyTiles,
     Kind,
     Range,
     WideTiles,
     choose,
+    linear_wide,
     linear_wide_torch,
     linear_wide_triton,
     token_parts,
@@ -196,7 +199,12 @@ def test_real_shapes(tiles: WideTiles, tokens: int) -> None:
 
 
 @pytest.mark.gpu
-def test_replays_of_a_chain_repeat_the_eager_bits() -> None:
+@pytest.mark.parametrize(
+    "tiles",
+    [(LARGE[0], LARGE[0]), (MulticastTiles(224, 1, 2, False, 3), MulticastTiles(128, 1, 2, True, 5))],
+    ids=["triton", "multicast"],
+)
+def test_replays_of_a_chain_repeat_the_eager_bits(tiles: tuple[AnyTiles, AnyTiles]) -> None:
     """Kernels that start early wait for each other, and descriptors live on in the graph."""
     hidden, inner = 4096, 14336
     x, gate_up, _ = make(192, 2 * inner, hidden, CUDA)
@@ -205,10 +213,10 @@ def test_replays_of_a_chain_repeat_the_eager_bits() -> None:
     def chain(sync: bool) -> Tensor:
         out = x
         for _ in range(6):
-            out = linear_wide_triton(out, gate_up, kind=Kind.GATED, tiles=LARGE[0])
+            out = linear_wide(out, gate_up, kind=Kind.GATED, tiles=tiles[0])
             if sync:
                 torch.cuda.synchronize()
-            out = linear_wide_triton(out, down, kind=Kind.PLAIN, tiles=LARGE[0])
+            out = linear_wide(out, down, kind=Kind.PLAIN, tiles=tiles[1])
             if sync:
                 torch.cuda.synchronize()
             out = out / out.float().square().mean(1, keepdim=True).sqrt().to(out.dtype)
