@@ -8,13 +8,14 @@ G key/value heads, D head size, E = 2G * D.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
-from draftloop.distributed.group import ALONE, Group
+from draftloop.drafters.aux_model import AuxModel, Place
 from draftloop.drafters.dflash_config import DFlashConfig
 from draftloop.drafters.dflash_files import MASK_EMBEDDING
 from draftloop.drafters.dspark_model import DSparkHeads
@@ -23,72 +24,38 @@ from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
-from draftloop.models.layers import Attention, DecoderLayer, parameter
-from draftloop.models.output_head import Vocabulary
-from draftloop.models.rope import cos_sin_table
+from draftloop.models.layers import Attention, DecoderLayer
 from draftloop.models.shards import Plain, shard, share
 from draftloop.models.weights import plain
 
 
-class DFlashModel(torch.nn.Module):
-    """Fills the masks behind a token, all at once.
+class DFlashModel(AuxModel[DFlashConfig]):
+    """Fills the masks behind a token, all at once."""
 
-    `embed_tokens` and `lm_head` are the target's where the checkpoint has none: give them as arguments.
-    """
-
-    def __init__(
-        self,
-        config: DFlashConfig,
-        backend: AttentionBackend,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_positions: int,
-        embed_tokens: Tensor,
-        lm_head: Tensor,
-        group: Group = ALONE,
-    ) -> None:
-        """`group`: ranks among which layers and output head are divided. `backend` attends for one rank's heads."""
-        super().__init__()
-        self.config, self.backend, self.group = config, backend, group
-        model, width = config.model, config.model.hidden_size
-
-        def make(*shape: int) -> torch.nn.Parameter:
-            return parameter(*shape, device=device, dtype=dtype)
-
-        # plain attributes where borrowed: what is not ours is neither counted nor filled
-        self.embed_tokens = make(model.vocab_size, width) if config.own_embeddings else embed_tokens.detach()
-        self.vocabulary = Vocabulary(config.draft_vocab_size, group)
-        self.lm_head = make(self.vocabulary.width, width) if config.own_head else lm_head.detach()
-        self.fc = make(width, config.aux_width)
-        self.hidden_norm = make(width)
+    def __init__(self, config: DFlashConfig, backend: AttentionBackend, **place: Unpack[Place]) -> None:
+        super().__init__(config, backend, **place)
+        model, width, device, dtype = config.model, config.model.hidden_size, self.device, self.dtype
+        self.fc = self.make(width, config.aux_width)
+        self.hidden_norm = self.make(width)
         self.decoder_layers = tuple(
-            DecoderLayer(model, i, device=device, dtype=dtype, group=group) for i in range(model.num_layers)
+            DecoderLayer(model, i, device=device, dtype=dtype, group=self.group) for i in range(model.num_layers)
         )
         self.layers = torch.nn.ModuleList(self.decoder_layers)
-        self.final_norm = make(width)
+        self.final_norm = self.make(width)
         self.heads: DSparkHeads | None = None
         if config.heads:
             self.heads = DSparkHeads(
                 config.heads, width=width, draft_vocab_size=config.draft_vocab_size, device=device, dtype=dtype
             )
-        self.target_ids_W: Tensor | None = None
-        if config.has_map:
-            self.target_ids_W = torch.arange(config.draft_vocab_size, device=device)
         self.mask_C = torch.zeros(width, device=device, dtype=dtype)
         """What a mask is embedded as; set once the weights are there."""
-        self.cos_sin_LD = cos_sin_table(model.rope, head_dim=model.head_dim, max_positions=max_positions, device=device)
 
     def settle(self, mask_C: Tensor | None) -> None:
         """Once the weights are there: what a mask is embedded as, by default its token; the target's rows of a head.
 
         Raises ConfigError for an embedding of another width.
         """
-        if not self.config.own_head:
-            head_WC = self.lm_head
-            head_WC = head_WC if self.target_ids_W is None else head_WC.index_select(0, self.target_ids_W)
-            self.vocabulary = Vocabulary(head_WC.shape[0], self.group)
-            self.lm_head = self.vocabulary.own_rows(head_WC)
+        self.settle_head()
         if mask_C is None:
             assert self.config.mask_token_id is not None
             mask_C = self.embed_tokens[self.config.mask_token_id]
@@ -135,10 +102,6 @@ class DFlashModel(torch.nn.Module):
         hidden_TC, _ = add_rms_norm(out, residual_TC, self.final_norm, eps)
         return hidden_TC.view(-1, num_slots, hidden_TC.shape[-1])
 
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        """[T, C] -> this rank's of [T, W]; entry i stands for the target's id `target_ids_W[i]`, or i without a map."""
-        return linear(hidden_TC, self.lm_head)
-
     def context_cost(self) -> Cost:
         """What `write_context` must read and compute."""
         num_weights = self.fc.numel()
@@ -163,11 +126,8 @@ class DFlashModel(torch.nn.Module):
             "fc.weight": self.fc,
             "hidden_norm.weight": self.hidden_norm,
             "norm.weight": self.final_norm,
+            **self.table_destinations(),
         }
-        if config.own_embeddings:
-            found["embed_tokens.weight"] = self.embed_tokens
-        if config.own_head:
-            found["lm_head.weight"] = shard(self.lm_head, self.vocabulary.slices)
         if self.heads:
             found |= self.heads.destinations()
         for index, layer in enumerate(self.decoder_layers):

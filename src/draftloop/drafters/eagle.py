@@ -73,7 +73,7 @@ class EagleBase(PairDrafter[EagleConfig, EagleHead]):
 
     def load(self, *, progress: bool) -> None:
         self.head = self.make(EagleHead)
-        self.head.settle()
+        self.head.settle_head()
 
 
 class EagleDrafter(EagleBase):

@@ -7,21 +7,22 @@ D head size.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
-from draftloop.distributed.group import ALONE, Group
+from draftloop.distributed.group import Group
+from draftloop.drafters.aux_model import AuxModel, Place
 from draftloop.drafters.eagle_config import EagleConfig
 from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
 from draftloop.kernels.norm_concat import norm_concat
 from draftloop.kernels.rms_norm import Store, add_rms_norm, rms_norm
 from draftloop.models.layers import Attention, GatedMLP, parameter
-from draftloop.models.output_head import Vocabulary
-from draftloop.models.rope import cos_sin_table
-from draftloop.models.shards import Plain, shard, share
+from draftloop.models.shards import Plain, share
 from draftloop.models.weights import plain
 
 Inputs = tuple[Tensor, Tensor]
@@ -110,36 +111,12 @@ class EagleLayer(torch.nn.Module):
         }
 
 
-class EagleHead(torch.nn.Module):
-    """Predicts the token after the next one from a token and the target's (or its own) hidden state before it.
+class EagleHead(AuxModel[EagleConfig]):
+    """Predicts the token after the next one from a token and the target's (or its own) hidden state before it."""
 
-    `embed_tokens` and `lm_head` are the target's where the checkpoint has none: give them as arguments.
-    """
-
-    def __init__(
-        self,
-        config: EagleConfig,
-        backend: AttentionBackend,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_positions: int,
-        embed_tokens: Tensor,
-        lm_head: Tensor,
-        group: Group = ALONE,
-    ) -> None:
-        """`group`: ranks among which layers and output head are divided. `backend` attends for one rank's heads."""
-        super().__init__()
-        self.config, self.backend, self.group = config, backend, group
-        model, width = config.model, config.model.hidden_size
-
-        def make(*shape: int) -> torch.nn.Parameter:
-            return parameter(*shape, device=device, dtype=dtype)
-
-        # plain attributes where borrowed: what is not ours is neither counted nor filled
-        self.embed_tokens = make(model.vocab_size, width) if config.own_embeddings else embed_tokens.detach()
-        self.vocabulary = Vocabulary(config.draft_vocab_size, group)
-        self.lm_head = make(self.vocabulary.width, width) if config.own_head else lm_head.detach()
+    def __init__(self, config: EagleConfig, backend: AttentionBackend, **place: Unpack[Place]) -> None:
+        super().__init__(config, backend, **place)
+        width, make, device, dtype = config.model.hidden_size, self.make, self.device, self.dtype
         self.fc = make(width, 2 * width if config.fuses_embedding else config.aux_width)
         self.fc_bias = make(width) if config.fc_bias else None
         self.fc_input_norm = make(config.aux_width) if config.norm_before_fc else None
@@ -147,23 +124,12 @@ class EagleHead(torch.nn.Module):
             make(config.target_hidden_size) for _ in range(config.num_aux if config.fc_norm else 0)
         )
         self.eagle_layers = tuple(
-            EagleLayer(config, i, device=device, dtype=dtype, group=group) for i in range(model.num_layers)
+            EagleLayer(config, i, device=device, dtype=dtype, group=self.group) for i in range(config.model.num_layers)
         )
         self.layers = torch.nn.ModuleList(self.eagle_layers)
         self.final_norm = make(width) if config.final_norm else None
         # without a final norm, the addition that comes with it is still to be done
         self.unit = torch.ones(width, device=device, dtype=dtype)
-        self.target_ids_W: Tensor | None = None
-        if config.has_map:
-            self.target_ids_W = torch.arange(config.draft_vocab_size, device=device)
-        self.cos_sin_LD = cos_sin_table(model.rope, head_dim=model.head_dim, max_positions=max_positions, device=device)
-
-    def settle(self) -> None:
-        """Once the weights are there: of an output head that is the target's, the rows of the draft vocabulary."""
-        if not self.config.own_head:
-            head_WC = self.lm_head if self.target_ids_W is None else self.lm_head[self.target_ids_W]
-            self.vocabulary = Vocabulary(head_WC.shape[0], self.group)
-            self.lm_head = self.vocabulary.own_rows(head_WC)
 
     def fuse(self, aux_TX: Tensor) -> Tensor:
         """[T, X] of the target -> [T, C], in the place of a hidden state of our own."""
@@ -227,10 +193,6 @@ class EagleHead(torch.nn.Module):
             return hidden_RC
         return rms_norm(hidden_RC, self.final_norm, self.config.model.rms_norm_eps)
 
-    def logits(self, head_input_RC: Tensor) -> Tensor:
-        """[R, C] -> this rank's of [R, W]; entry i stands for the target's id `target_ids_W[i]`, or i without a map."""
-        return linear(head_input_RC, self.lm_head)
-
     def cost(self, *, fused: bool, tokens_per_row: int = 1) -> Cost:
         """What one pass must read and compute; `fused`: it starts with the target's states."""
         model = self.config.model
@@ -252,11 +214,8 @@ class EagleHead(torch.nn.Module):
             "fc.bias": self.fc_bias,
             "input_norm.weight": self.fc_input_norm,
             "norm.weight": self.final_norm,
-            "embed_tokens.weight": self.embed_tokens if self.config.own_embeddings else None,
         }
-        if self.config.own_head:
-            optional["lm_head.weight"] = shard(self.lm_head, self.vocabulary.slices)
-        found: dict[str, Plain] = {"fc.weight": self.fc}
+        found: dict[str, Plain] = {"fc.weight": self.fc, **self.table_destinations()}
         found |= {name: weight for name, weight in optional.items() if weight is not None}
         found |= {f"fc_norm.{index}.weight": weight for index, weight in enumerate(self.fc_norms)}
         for index, layer in enumerate(self.eagle_layers):
