@@ -35,7 +35,6 @@ from draftloop.kernels.batch_invariance import batch_invariant
 from draftloop.kernels.cuda_source import compile_source
 from draftloop.kernels.streamed_pass import (
     SOURCE,
-    Box,
     PassBatch,
     PassWeights,
     Scratch,
@@ -58,6 +57,7 @@ from draftloop.kernels.streamed_plan import (
     token_limit,
     trying,
 )
+from draftloop.kernels.tensor_map import Box
 from draftloop.models import dense, streamed
 from draftloop.models.dense import DenseDecoder
 from draftloop.models.quantisation import Quantisation, Scheme, online

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftloop.kernels.cuda_source import load_kernel
 from draftloop.kernels.driver import ask, bindings
+from draftloop.kernels.tensor_map import MAP_BYTES, Box, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "multicast_linear.cu"
 THREADS = 384
@@ -110,10 +111,6 @@ class Product(ctypes.Structure):
     ]
 
 
-class _Map(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * 128)]
-
-
 _kernels: dict[tuple, Any] = {}
 _lock = threading.Lock()
 
@@ -148,14 +145,15 @@ def linear_multicast(
     blocks = tiles.blocks(num_tokens)
     weight_sharers, token_sharers = (1, tiles.cluster) if blocks == 1 else (tiles.cluster, 1)
     # rows in eights: gates and what they multiply take turns in a tile
-    weights = _tensor_map(
+    weights = Box(
         weight_NK,
-        [size, 8, 1 + gated, num_columns // 8],
-        [size, num_columns * size, 8 * size],
-        [COLUMNS, 8, 1 + gated, rows // 8 // weight_sharers],
+        (size, 8, 1 + gated, num_columns // 8),
+        (size, num_columns * size, 8 * size),
+        (COLUMNS, 8, 1 + gated, rows // 8 // weight_sharers),
     )
-    tokens = _tensor_map(x_TK, [size, num_tokens], [size], [COLUMNS, tiles.padded(num_tokens) // token_sharers])
-    arguments = (ctypes.c_void_p * 3)(*(ctypes.addressof(one) for one in (weights, tokens, product)))
+    tokens = Box(x_TK, (size, num_tokens), (size,), (COLUMNS, tiles.padded(num_tokens) // token_sharers))
+    maps = [ctypes.create_string_buffer(tensor_map(box), MAP_BYTES) for box in (weights, tokens)]
+    arguments = (ctypes.c_void_p * 3)(*(ctypes.addressof(one) for one in (*maps, product)))
     grid, cluster = (num_columns // rows, tiles.splits, blocks), (token_sharers, 1, weight_sharers)
     stream = torch.cuda.current_stream(device).cuda_stream
     config = _launch_config(grid, cluster, tiles.memory_bytes(num_tokens), stream)
@@ -177,26 +175,3 @@ def _launch_config(grid: tuple[int, int, int], cluster: tuple[int, int, int], me
     config.sharedMemBytes, config.hStream = memory_bytes, stream
     config.attrs, config.numAttrs = [clusters, early], 2
     return config
-
-
-def _tensor_map(tensor: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> _Map:
-    """How the copy engine finds boxes of bf16, swizzled by 128 bytes. The first of `sizes` has no stride."""
-    driver = bindings()
-    small, large = driver.cuuint32_t, driver.cuuint64_t
-    found = ask(
-        "cuTensorMapEncodeTiled",
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        len(sizes),
-        tensor.data_ptr(),
-        [large(size) for size in sizes],
-        [large(2 * stride) for stride in strides],
-        [small(size) for size in box],
-        [small(1)] * len(sizes),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    copy = _Map()
-    ctypes.memmove(ctypes.addressof(copy), int(found.getPtr()), 128)
-    return copy

@@ -39,10 +39,11 @@ from draftloop.kernels.streamed_plan import (
     definitions,
     make_plan,
 )
+from draftloop.kernels.tensor_map import MAP_BYTES, Box, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "streamed_pass.cu"
-MAP_BYTES, TENSORS_BYTES = 128, 64
-"""Of the kernel's `Layer`: a map, and `Tensors`."""
+TENSORS_BYTES = 64
+"""Of the kernel's `Tensors`."""
 
 
 Matrix = Tensor | Planes
@@ -207,18 +208,6 @@ def layer_addresses(layer: LayerWeights, kv_2PSGD: Tensor) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-class Box(NamedTuple):
-    """What the copy engine takes at once out of a tensor of 16 bits. The last dimension comes first."""
-
-    tensor: Tensor
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    """Of all dimensions but the first."""
-    box: tuple[int, ...]
-    is_swizzled: bool = True
-    """By 128 bytes."""
-
-
 def boxes(layer: LayerWeights, plan: Plan) -> list[Box]:
     """Of the matrices of a layer and what they consist of, in the order of layers.cuh."""
     qkv, o, gate_up, down = layer.matrices
@@ -288,7 +277,7 @@ class _Streamer:
         self._plan, self._kernels = plan, dict[int, Any]()
         self._page_size = caches[0].shape[2]
         self._scratch = Scratch(self._shape, plan, self._device)
-        table = kernel_layers(weights, caches, plan, _tensor_map)
+        table = kernel_layers(weights, caches, plan, tensor_map)
         # maps must be aligned to 64 bytes; allocations are to 256
         self._layers = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self._device)
         torch.cuda.current_stream(self._device).synchronize()  # other streams use it next
@@ -336,26 +325,6 @@ def _launch_config(num_blocks: int, weights: Format, stream: int) -> Any:
     config.sharedMemBytes, config.hStream = weights.memory_bytes, stream
     config.attrs, config.numAttrs = [together], 1
     return config
-
-
-def _tensor_map(box: Box) -> bytes:
-    driver, dimensions = bindings(), len(box.sizes)
-    swizzle = driver.CUtensorMapSwizzle
-    found = ask(
-        "cuTensorMapEncodeTiled",
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        dimensions,
-        box.tensor.data_ptr(),
-        [driver.cuuint64_t(size) for size in box.sizes],
-        [driver.cuuint64_t(2 * stride) for stride in box.strides],
-        [driver.cuuint32_t(size) for size in box.box],
-        [driver.cuuint32_t(1)] * dimensions,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle.CU_TENSOR_MAP_SWIZZLE_128B if box.is_swizzled else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    return ctypes.string_at(int(found.getPtr()), 128)
 
 
 def streamed_pass(
