@@ -9,12 +9,14 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection, wait
-from subprocess import Popen
+from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 from typing import Any
 
 import torch
@@ -56,6 +58,32 @@ def on_ranks(
         for process in ranks:
             process.join(5)
             process.kill()
+
+
+def on_nodes(commands: Sequence[Sequence[str | Path]], seconds: float) -> list[str]:
+    """What each command prints, all side by side. Raises AssertionError with what all have said if one fails, or hangs.
+
+    A node that fails ends the others: torchrun would keep them for minutes.
+    """
+    with contextlib.ExitStack() as stack:
+        said = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in commands]
+        nodes = [
+            stack.enter_context(Popen(command, stdout=out, stderr=error))
+            for command, (out, error) in zip(commands, said, strict=True)
+        ]
+        end = time.monotonic() + seconds
+        while None in (codes := [node.poll() for node in nodes]) and not any(codes) and time.monotonic() < end:
+            time.sleep(0.1)
+        for node in nodes:
+            node.terminate()  # torchrun ends its processes then
+        for node in nodes:
+            try:
+                node.wait(10)
+            except TimeoutExpired:
+                node.kill()
+        texts = [[file.read() for file in files if file.seek(0) == 0] for files in said]
+        assert codes == [0] * len(codes), f"exit codes {codes}; output and errors: {texts}"
+        return [out for out, _ in texts]
 
 
 def watch(what: str, seconds: float = WATCHDOG_S) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from draftloop.distributed import launcher
+from draftloop.distributed.followers import Followers, Leader
 from draftloop.errors import RankError
 
 
@@ -44,3 +48,28 @@ def test_ranks_that_never_come_are_waited_for_no_longer_than_is_said(started, mo
     with pytest.raises(RankError, match=r"ranks \[1, 2\] have not come within 1 s"):
         launcher.meet(3, None)
     assert [process.wait(10) for process in started] == [-9, -9]
+
+
+def test_rank_0_is_closed_when_the_others_have_ended():
+    """They may still be in a sum that it has already."""
+    here, there = multiprocessing.Pipe()
+    followers, ended = Followers([here]), threading.Event()
+
+    def follow() -> None:
+        for _ in Leader(there).orders():
+            pass
+        time.sleep(0.3)
+        ended.set()
+        there.close()
+
+    threading.Thread(target=follow).start()
+    followers.release()
+    assert ended.is_set()
+
+
+def test_a_rank_that_does_not_end_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr("draftloop.distributed.followers.END_S", 0.2)
+    here, _there = multiprocessing.Pipe()
+    began = time.monotonic()
+    Followers([here]).release()
+    assert 0.2 <= time.monotonic() - began < 5

@@ -30,7 +30,7 @@ from experts import tiny_experts
 from gemma4 import gemma4_target
 from helpers import VOCAB, answers, drafting_spec, engine, greedy, make_engine, prompts, tiny_model
 from quantized import FORMATS, quantised_copy
-from ranks import moves, watchdog
+from ranks import moves, on_nodes, watchdog
 
 load_drafters()
 
@@ -334,12 +334,9 @@ def test_by_torchrun_on_two_nodes_rank_0_runs_the_script():
         address = f"127.0.0.1:{free.getsockname()[1]}"
     options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}"]
     command = [torchrun, *options, "--local-addr=127.0.0.1", script]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    nodes = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    found = [node.communicate(timeout=PATIENCE_S) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], found
+    said = on_nodes([command] * 2, PATIENCE_S)
     expected = answers(engine().generate([[1, 2, 3]], greedy(8)))
-    assert "".join(out for out, _ in found).splitlines() == [str(expected[0])], "once, by rank 0"
+    assert "".join(said).splitlines() == [str(expected[0])], "once, by rank 0"
 
 
 def test_a_killed_rank_is_noticed_with_the_cause():

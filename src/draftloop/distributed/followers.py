@@ -95,15 +95,19 @@ class Followers:
             self.close()
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks. Waits for it: one that still takes part in a last sum needs this process."""
         if self._is_closed:
             return
         self._is_closed = True
         for connection in self._connections:
             _hang_up(connection)
+        end = time.monotonic() + END_S
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.poll(max(0.0, end - time.monotonic()))  # a rank's end can be read
         for process in self._processes:
             try:
-                process.wait(END_S)
+                process.wait(max(0.0, end - time.monotonic()))
             except TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -172,9 +176,9 @@ def obey(orders: Iterable[Order], *doers: Told) -> None:
 
 
 def _hang_up(connection: Connection) -> None:
-    """The end of orders. To close it is not enough while another thread waits for it."""
+    """The end of orders; what the other side says can still be read."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.shutdown(socket.SHUT_RDWR)
+        same.shutdown(socket.SHUT_WR)
 
 
 class Leader:

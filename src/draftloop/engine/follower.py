@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import traceback
+from typing import NoReturn
 
 from draftloop.config.engine import EngineConfig
 from draftloop.config.env import Environment
@@ -22,8 +23,8 @@ from draftloop.observability import log
 def gather(config: EngineConfig, device_type: str, *, keep: bool = False) -> Ranks:
     """The ranks that a configuration asks for; this process is rank 0.
 
-    In a process that torchrun has started as another rank it does not return, but follows rank 0 to the end. Raises
-    ConfigError where there are too few GPUs, or torchrun's processes are not as many as ranks.
+    In a process that torchrun has started as another rank it does not return, but follows rank 0 to the end of the
+    process. Raises ConfigError where there are too few GPUs, or torchrun's processes are not as many as ranks.
     """
     import torch
 
@@ -41,7 +42,7 @@ def gather(config: EngineConfig, device_type: str, *, keep: bool = False) -> Ran
     meeting = meet(num_ranks, place, keep=keep)
     if meeting.leader is not None:
         follow(meeting)
-        sys.exit(0)
+        _end()
     assert meeting.followers is not None
     meeting.followers.send(device_type)
     try:
@@ -83,7 +84,14 @@ def follow(meeting: Meeting) -> None:
         os._exit(1)  # other threads may wait for ranks for ever
 
 
+def _end() -> NoReturn:
+    """At once: nothing that a script does at its end is a follower's, and what is captured need not be taken apart."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     log.setup("ERROR", Environment.read().log_format)  # rank 0 says the rest
     follow(join_from_stdin())
-    os._exit(0)  # what is captured need not be taken apart
+    _end()
