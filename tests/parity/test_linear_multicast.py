@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import shutil
-import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from multicast_linear_host import launch_on_host
 from torch import Tensor
 
+from draftloop.bench.wide_candidates import LAYERS, few_multicast_candidates
 from draftloop.kernels.cuda_source import compile_source
-from draftloop.kernels.linear_multicast import SOURCE, MulticastTiles, Product
+from draftloop.kernels.linear import MAX_TOKENS
+from draftloop.kernels.linear_multicast import SOURCE, MulticastTiles
 from draftloop.kernels.linear_wide import MEASURED, Kind, linear_wide, linear_wide_torch, make_out
 
 WEIGHT_FIRST = MulticastTiles(128, 3, 2, True, 3, 192)
 TOKEN_FIRST = MulticastTiles(224, 3, 2, False, 3, 192)
+FEW = MulticastTiles(128, 1, 1, True, 3, shared_kb=88)
 
 
 class Case(NamedTuple):
@@ -36,6 +40,12 @@ CASES = [
     Case(WEIGHT_FIRST, 130, 256, 704),
     Case(WEIGHT_FIRST._replace(max_tokens=96), 280, 128, 256),  # the last of four tiles has no tokens
     Case(MulticastTiles(64, 2, 1, False, 4), 190, 192, 192),
+    Case(FEW._replace(rows=64, splits=2), 48, 256, 320),
+    Case(FEW._replace(splits=2, cluster=2), 40, 256, 320),
+    Case(FEW, 21, 256, 320),
+    Case(FEW._replace(rows=192, splits=3), 16, 384, 384),
+    Case(TOKEN_FIRST._replace(cluster=1), 64, 448, 256),
+    Case(TOKEN_FIRST._replace(rows=96), 50, 192, 256),
 ]
 CUDA = torch.device("cuda")
 
@@ -75,15 +85,6 @@ def launch(case: Case, kind: Kind, bias: bool) -> None:
     )
 
 
-class Rows(ctypes.Structure):
-    """What the host's copy engine knows of a matrix."""
-
-    _fields_ = [
-        ("values", ctypes.c_void_p),
-        *((name, ctypes.c_long) for name in ("rows", "columns", "box_rows", "halves")),
-    ]
-
-
 @pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
 @pytest.mark.parametrize(
     ("case", "kind"),
@@ -91,29 +92,73 @@ class Rows(ctypes.Structure):
         (Case(TOKEN_FIRST._replace(rows=64, splits=2), 150, 128, 320), Kind.SUMS),
         (Case(TOKEN_FIRST._replace(rows=32, splits=1, max_tokens=96), 110, 64, 320), Kind.GATED),
         (Case(WEIGHT_FIRST._replace(splits=1), 70, 256, 256), Kind.GATED),
+        # few tokens: 64 rows, which both groups multiply by half of the other side, 128 and 192 of them
+        (Case(FEW._replace(rows=64, splits=2), 45, 128, 320), Kind.SUMS),
+        (Case(FEW._replace(rows=64, cluster=2), 30, 128, 192), Kind.GATED),
+        (Case(FEW, 40, 128, 448), Kind.GATED),
+        (Case(FEW._replace(cluster=2), 9, 256, 448), Kind.PLAIN),
+        (Case(FEW._replace(rows=192, splits=3), 20, 192, 384), Kind.SUMS),
+        (Case(FEW._replace(rows=48, weights_first=False, cluster=2), 33, 96, 192), Kind.PLAIN),
+        (Case(FEW._replace(rows=64, weights_first=False), 64, 64, 192), Kind.GATED),
     ],
     ids=str,
 )
 def test_it_computes_the_same_as_fibers_on_the_host(case: Case, kind: Kind, tmp_path: Path) -> None:
     """All but the instructions themselves, which have stand-ins, and their timing."""
-    (tiles, tokens, columns, size), here, library = case, Path(__file__).parent, tmp_path / "multicast_linear.so"
-    macros = {**tiles.definitions(tokens, kind), "MEMORY_BYTES": tiles.memory_bytes(tokens)}
-    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-I", str(SOURCE.parent), "-I", str(here)]
-    options += [f"-D{name}={value}" for name, value in macros.items()]
-    subprocess.run(["c++", *options, str(here / "multicast_linear_host.cpp"), "-o", str(library)], check=True)
-    launch = ctypes.CDLL(str(library)).launch
-    launch.restype = ctypes.c_bool
+    x, weight, bias = make(case.tokens, case.columns, case.size, torch.device("cpu"))
+    check(launch_on_host(x, weight, bias, kind, case.tiles, tmp_path), x, weight, bias, kind, case.tiles)
 
-    x, weight, bias = make(tokens, columns, size, torch.device("cpu"))
-    out = make_out(x, weight, kind, tiles.splits).fill_(torch.nan)
-    blocks, halves = tiles.blocks(tokens), 1 + (kind is Kind.GATED)
-    weight_sharers, token_sharers = (1, tiles.cluster) if blocks == 1 else (tiles.cluster, 1)
-    weight_rows = Rows(weight.data_ptr(), columns, size, tiles.rows // weight_sharers, halves)
-    token_rows = Rows(x.data_ptr(), tokens, size, tiles.padded(tokens) // token_sharers, 1)
-    product = Product(out.data_ptr(), bias.data_ptr(), tokens, columns // halves, size)
-    arguments = [ctypes.byref(one) for one in (weight_rows, token_rows, product)]
-    assert launch(columns // tiles.rows, tiles.splits, blocks, *arguments), "blocks wait for ever"
-    check(out, x, weight, bias, kind, tiles)
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate of the sweep, in a layer of the fewest tiles and stages."""
+
+    kind: Kind
+    tokens: int
+    tiles: MulticastTiles
+
+    @property
+    def case(self) -> Case:
+        tiles = self.tiles
+        return Case(tiles, self.tokens, tiles.rows * tiles.cluster, 64 * (tiles.splits * (tiles.token_slots + 1) + 1))
+
+
+def tried(every: bool) -> list[Tried]:
+    """Kernels that `sweep_wide` tries at few tokens, with one depth of rings each, or the first of some layers."""
+    found: dict[tuple, Tried] = {}
+    for layer, tokens in itertools.product(LAYERS, (48, 64, 32, 24, 16)):
+        for kind in layer.kinds:
+            all_tiles = few_multicast_candidates(layer, tokens, kind)
+            for tiles in all_tiles if every else all_tiles[: tokens == 48 and layer.name in ("gate_up", "qkv", "1b.o")]:
+                depth = {"WEIGHT_SLOTS": 0, "TOKEN_SLOTS": 0}
+                found.setdefault(tuple((tiles.definitions(tokens, kind) | depth).values()), Tried(kind, tokens, tiles))
+    return list(found.values())
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "candidate" in metafunc.fixturenames:
+        metafunc.parametrize("candidate", tried(metafunc.config.getoption("every_combination")), ids=str)
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
+def test_candidates_compute_the_same_on_the_host(candidate: Tried, tmp_path: Path) -> None:
+    case, kind = candidate.case, candidate.kind
+    assert case.tiles.fits(case.tokens, case.columns, case.size, kind)
+    x, weight, bias = make(case.tokens, case.columns, case.size, torch.device("cpu"))
+    check(launch_on_host(x, weight, bias, kind, case.tiles, tmp_path), x, weight, bias, kind, case.tiles)
+
+
+def test_candidates_fit() -> None:
+    """In shared memory, of which a multiprocessor keeps 1 KB for each block; none is tried twice."""
+    for layer, tokens in itertools.product(LAYERS, (16, 32, 48, 64)):
+        for kind in layer.kinds:
+            candidates = few_multicast_candidates(layer, tokens, kind)
+            assert len(set(candidates)) == len(candidates)
+            for tiles in candidates:
+                assert tiles.fits(tokens, layer.columns, layer.size, kind)
+                assert tokens <= tiles.padded(tokens) <= MAX_TOKENS
+                blocks = layer.columns // tiles.rows * tiles.splits
+                assert (tiles.memory_bytes(tokens) + 1024) * -(-blocks // 132) <= 228 << 10
 
 
 @pytest.mark.gpu
@@ -153,10 +198,10 @@ def test_what_serves(entry: tuple[int, int, int, Kind, MulticastTiles]) -> None:
     assert error <= 1.05 * cublas
 
 
-@pytest.mark.parametrize(("tokens", "kind"), [(192, Kind.GATED), (256, Kind.GATED), (160, Kind.SUMS)])
+@pytest.mark.parametrize(("tokens", "kind"), [(192, Kind.GATED), (256, Kind.GATED), (160, Kind.SUMS), (48, Kind.PLAIN)])
 def test_it_compiles(tokens: int, kind: Kind) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings comes with torch's CUDA builds")
-    tiles = WEIGHT_FIRST if kind is Kind.SUMS else TOKEN_FIRST
+    tiles = {Kind.SUMS: WEIGHT_FIRST, Kind.GATED: TOKEN_FIRST, Kind.PLAIN: FEW}[kind]
     assert compile_source(SOURCE, tiles.definitions(tokens, kind), (9, 0)).startswith(b"\x7fELF")
 
 

@@ -32,7 +32,7 @@ Weight: TypeAlias = "Tensor | QuantisedWeight"
 """What a linear layer may have for a matrix."""
 
 MAX_TOKENS = 64
-"""Above this, `linear_wide` where it is faster, else cuBLAS."""
+"""Above this, where `linear_wide` is not faster, cuBLAS."""
 FEW_TOKENS = 32
 """Up to this, tiles are wide in columns; above, the tokens take the shared memory."""
 SHARED_BYTES = 220 << 10
@@ -156,10 +156,10 @@ def _linear_kernel(
     tl.store(out_ptr + out_offset, acc.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def _launch(
+def _launch_arguments(
     x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles, block_m: int | None = None
-) -> None:
-    """`block_m` None: one block holds all tokens."""
+) -> tuple[list, tuple[int, int, int], dict]:
+    """The kernel's arguments, grid and options. `block_m` None: one block holds all tokens."""
     num_tokens, size = x_TK.shape
     num_columns = weight_NK.shape[0]
     block_m = block_m or max(16, next_power_of_2(num_tokens))
@@ -167,29 +167,38 @@ def _launch(
     assert weight_NK.is_contiguous()
     assert block_m <= MAX_TOKENS
     assert tiles.splits == 1 or size % (tiles.block_k * tiles.splits) == 0
-    if not num_tokens:
-        return
-    # blocks of tokens are next to each other in time, so that they find their weights in the cache
-    _linear_kernel[(-(-num_tokens // block_m), -(-num_columns // tiles.block_n), tiles.splits)](
-        x_TK,
-        weight_NK,
-        x_TK if bias_N is None else bias_N,
-        out,
-        num_tokens,
-        num_columns,
-        SIZE=size,
-        SPLITS=tiles.splits,
-        BIAS=bias_N is not None,
-        EVEN=num_columns % tiles.block_n == 0,
-        EVEN_K=size % (tiles.block_k * tiles.splits) == 0,
-        BLOCK_M=block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        PRECISION="ieee" if x_TK.dtype is torch.float32 else "tf32",
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+    bias = x_TK if bias_N is None else bias_N
+    options = {
+        "SIZE": size,
+        "SPLITS": tiles.splits,
+        "BIAS": bias_N is not None,
+        "EVEN": num_columns % tiles.block_n == 0,
+        "EVEN_K": size % (tiles.block_k * tiles.splits) == 0,
+        "BLOCK_M": block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "PRECISION": "ieee" if x_TK.dtype is torch.float32 else "tf32",
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
         **pdl_options(x_TK.device),
-    )
+    }
+    # blocks of tokens are next to each other in time, so that they find their weights in the cache
+    grid = (-(-num_tokens // block_m), -(-num_columns // tiles.block_n), tiles.splits)
+    return [x_TK, weight_NK, bias, out, num_tokens, num_columns], grid, options
+
+
+def _launch(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tensor, tiles: Tiles, block_m: int | None = None
+) -> None:
+    if x_TK.shape[0]:
+        arguments, grid, options = _launch_arguments(x_TK, weight_NK, bias_N, out, tiles, block_m)
+        _linear_kernel[grid](*arguments, **options)
+
+
+def compile_ahead(x_TK: Tensor, weight_NK: Tensor, out: Tensor, tiles: Tiles) -> None:
+    """Compile what `linear_triton`, or with an `out` of sums `linear_split_triton`, would launch; from any thread."""
+    arguments, grid, options = _launch_arguments(x_TK, weight_NK, None, out, tiles)
+    _linear_kernel.warmup(*arguments, grid=grid, **options)
 
 
 def linear_triton(
@@ -313,10 +322,10 @@ def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, out
             return linear_invariant_triton(x_TK, weight_NK, bias_N, out_TN=out_TN)
         result_TN = linear_invariant_cpu(x_TK, weight_NK, bias_N)
         return result_TN if out_TN is None else out_TN.copy_(result_TN)
-    if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
-        return linear_triton(x_TK, weight_NK, bias_N, out_TN=out_TN)
     if x_TK.is_cuda and (wide := linear_wide.choose(x_TK, weight_NK, Kind.PLAIN)):
         return linear_wide.linear_wide(x_TK, weight_NK, bias_N, kind=Kind.PLAIN, tiles=wide, out=out_TN)
+    if x_TK.is_cuda and _is_skinny(x_TK, weight_NK):
+        return linear_triton(x_TK, weight_NK, bias_N, out_TN=out_TN)
     if native.takes_linear(x_TK, weight_NK, bias_N):
         if out_TN is None:
             return native.linear(x_TK, weight_NK, bias_N)
@@ -333,12 +342,12 @@ def qkv_linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None) ->
 
     [T, N], or fp32 [X, T, N] to be added up over X, where splitting K was measured to be faster.
     """
+    if x_TK.is_cuda and isinstance(weight_NK, Tensor) and linear_wide.choose(x_TK, weight_NK, Kind.SUMS):
+        return residual_linear(x_TK, weight_NK, bias_N)
     if x_TK.is_cuda and (is_wanted() or x_TK.shape[0] <= MAX_TOKENS):
         measured = MEASURED if isinstance(weight_NK, Tensor) else weight_NK.measured_on(gpu_name(x_TK.device))
         if (*weight_NK.shape, True) in measured:
             return residual_linear(x_TK, weight_NK, bias_N)
-    elif x_TK.is_cuda and isinstance(weight_NK, Tensor) and linear_wide.choose(x_TK, weight_NK, Kind.SUMS):
-        return residual_linear(x_TK, weight_NK, bias_N)
     return linear(x_TK, weight_NK, bias_N)
 
 
@@ -351,8 +360,8 @@ def residual_linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = Non
         return weight_NK.residual_linear(x_TK, bias_N)
     if is_wanted() and x_TK.is_cuda:
         return linear_invariant_triton(x_TK, weight_NK, bias_N, may_split=True)
-    if x_TK.is_cuda and _is_skinny(x_TK, weight_NK) and _tiles(x_TK, weight_NK, may_split=True).splits > 1:
-        return linear_split_triton(x_TK, weight_NK, bias_N)
     if x_TK.is_cuda and (wide := linear_wide.choose(x_TK, weight_NK, Kind.SUMS)):
         return linear_wide.linear_wide(x_TK, weight_NK, bias_N, kind=Kind.SUMS, tiles=wide)
+    if x_TK.is_cuda and _is_skinny(x_TK, weight_NK) and _tiles(x_TK, weight_NK, may_split=True).splits > 1:
+        return linear_split_triton(x_TK, weight_NK, bias_N)
     return linear(x_TK, weight_NK, bias_N)

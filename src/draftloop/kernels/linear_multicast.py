@@ -1,9 +1,10 @@
-"""Linear layers of some hundred tokens in CUDA C++: one wave of large tiles, tokens multicast within clusters.
+"""Linear layers of some ten or hundred tokens in CUDA C++: one wave of large tiles, tokens multicast within clusters.
 
 `linear_wide` is limited by what crosses L2, and by multiprocessors that are idle in its last wave. Here a layer is as
 many tiles (by as many splits of K) as there are multiprocessors, or a few less: 128 tiles of 224 weights by 192 tokens
 for the 8B shape's gate_up. Blocks of a cluster bring each other the tokens, and weights are asked for before the kernel
-in front has drained. `cuda/multicast_linear.cu` says how.
+in front has drained: with few tokens nearly all of shared memory can be full of them by then.
+`cuda/multicast_linear.cu` says how.
 
 Shape suffixes: T tokens, N output columns, K input columns, X splits of K, I = N / 2 columns of a gate.
 """
@@ -42,6 +43,8 @@ class MulticastTiles(NamedTuple):
     token_slots: int
     max_tokens: int = 256
     """Of a tile; more are shared out evenly, and then blocks of a cluster share weights."""
+    shared_kb: int = 227
+    """Of a multiprocessor's shared memory. What is left lets programs of the kernel in front run beside the block."""
 
     def blocks(self, num_tokens: int) -> int:
         """Tiles of tokens: whole clusters of them, if there are several."""
@@ -50,9 +53,12 @@ class MulticastTiles(NamedTuple):
 
     def padded(self, num_tokens: int) -> int:
         """Tokens of a tile."""
-        sizes = (96, 128, 160, 192, 256) if self.weights_first else (128, 192)
-        share = -(-num_tokens // self.blocks(num_tokens))
-        return next(size for size in sizes if share <= size)
+        sizes = WEIGHTS_FIRST_TOKENS if self.weights_first else (64, 128, 192)
+        blocks = self.blocks(num_tokens)
+        share = -(-num_tokens // blocks)
+        # boxes are of eights; rows that are no multiple of 128 leave each group half of the tokens
+        step = max(8 * (self.cluster if blocks == 1 else 1), 16 if self.rows % 128 else 8)
+        return next(size for size in sizes if share <= size and size % step == 0)
 
     def token_bytes(self, num_tokens: int) -> int:
         """Of a slot."""
@@ -60,7 +66,8 @@ class MulticastTiles(NamedTuple):
 
     def weight_slots(self, num_tokens: int) -> int:
         """As many as shared memory has room for beside the tokens'."""
-        return (SHARED_BYTES - self.token_slots * self.token_bytes(num_tokens)) // (self.rows * COLUMNS * 2)
+        room = (self.shared_kb << 10) - BARRIER_BYTES - self.token_slots * self.token_bytes(num_tokens)
+        return room // (self.rows * COLUMNS * 2)
 
     def memory_bytes(self, num_tokens: int) -> int:
         """Of shared memory, four barriers included."""
@@ -81,23 +88,38 @@ class MulticastTiles(NamedTuple):
             "KIND": KINDS.index(kind),
         }
 
+    def _has_products(self, tokens: int, kind: str) -> bool:
+        """Whether two groups can share out a tile: 64 rows of the M side each, or half of the N side by the same 64."""
+        m_side, n_side = (self.rows, tokens) if self.weights_first else (tokens, self.rows)
+        if m_side not in (64, 128, 192) or (m_side > 64 and n_side not in PRODUCT_COLUMNS):
+            return False
+        gates_beside = kind == "gated" and not self.weights_first
+        return m_side == 128 or (n_side % (32 if gates_beside else 16) == 0 and n_side // 2 in PRODUCT_COLUMNS)
+
     def fits(self, num_tokens: int, columns: int, size: int, kind: str) -> bool:
         """Whether whole tiles and clusters make a layer, with enough stages to read ahead."""
         blocks, eights = self.blocks(num_tokens), 8 * (1 + (kind == "gated")) * self.cluster
         widest = 256 if self.weights_first else 192
+        if -(-num_tokens // blocks) > widest:
+            return False
         return (
-            -(-num_tokens // blocks) <= widest
+            self._has_products(self.padded(num_tokens), kind)
             and columns % (self.rows * (self.cluster if blocks == 1 else 1)) == 0
             and self.rows % eights == 0
             and size % COLUMNS == 0
+            and self.splits <= size // COLUMNS
             and self.rows * self.padded(num_tokens) <= MAX_SUMS
             and self.weight_slots(num_tokens) >= 3
             and (kind == "sums" or self.splits == 1)
         )
 
 
-SHARED_BYTES = (227 << 10) - 512
-"""For stages: of a multiprocessor, less their barriers."""
+BARRIER_BYTES = 512
+"""Of shared memory, at most."""
+WEIGHTS_FIRST_TOKENS = (16, 24, 32, 40, 48, 64, 96, 128, 160, 192, 256)
+"""Of a tile."""
+PRODUCT_COLUMNS = (8, 16, 24, 32, 40, 48, 64, 96, 112, 128, 160, 192, 224, 256)
+"""Of the N side of products, as the source has them."""
 MAX_SUMS = 192 * (THREADS - 128)
 """Of a tile, in registers."""
 
@@ -120,12 +142,14 @@ def find_kernel(tiles: MulticastTiles, num_tokens: int, kind: str, device: torch
     definitions = tiles.definitions(num_tokens, kind)
     key = (device.index, *definitions.values())
     with _lock:
-        if key not in _kernels:
-            found = load_kernel(SOURCE, definitions, SOURCE.stem, device)
-            limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            ask("cuFuncSetAttribute", found, limit, tiles.memory_bytes(num_tokens))
-            _kernels[key] = found
-        return _kernels[key]
+        found = _kernels.get(key)
+    if found is None:  # outside of the lock: kernels of different tiles compile side by side
+        found = load_kernel(SOURCE, definitions, SOURCE.stem, device)
+        limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        ask("cuFuncSetAttribute", found, limit, tiles.memory_bytes(num_tokens))
+        with _lock:
+            found = _kernels.setdefault(key, found)
+    return found
 
 
 def linear_multicast(

@@ -1,11 +1,11 @@
-// A linear layer of more than 64 tokens, y = x W^T: tiles are as large as they must be for each multiprocessor to have
-// one, or a share of the input's columns of one.
+// A linear layer of some ten or hundred tokens, y = x W^T: tiles are as large as they must be for each multiprocessor to
+// have one, or a share of the input's columns of one.
 //
 // One thread brings weights through a ring, as far ahead as it has room, and before the kernel in front has ended; another
 // brings tokens, which come from L2, through a short one. The blocks of a cluster multiply the same tokens by weights that
 // are neighbours, or the same weights by tokens that are (WEIGHTS_SHARED): each asks for some of what they share, and all
 // get it. Two groups of four warps multiply 64 rows each, of tokens or of weights (WEIGHTS_FIRST), by all of the other;
-// 64 tokens more are multiplied by half of the weights in each group.
+// 64 rows more, or the only ones, are multiplied by half of the other in each group.
 //
 // linear_multicast.py defines TILE, rows of weights; TOKENS of a tile, padding included; WEIGHTS_FIRST; WEIGHT_SLOTS;
 // TOKEN_SLOTS; CLUSTER; WEIGHTS_SHARED; KIND. A grid is tiles of weights by splits by tiles of tokens.
@@ -14,15 +14,18 @@
 enum Kind { PLAIN, SUMS, GATED };  // rounded; fp32 [splits, tokens, columns]; silu(gate) * up
 
 constexpr int ROWS = WEIGHTS_FIRST ? TILE : TOKENS, COLUMNS = WEIGHTS_FIRST ? TOKENS : TILE;  // of products
-constexpr int MORE = ROWS > 128 ? COLUMNS / 2 : 0;  // of a group's products for the rows behind the first 128
+constexpr int MAIN_ROWS = ROWS / 128 * 128;  // 64 for each group
+constexpr int MORE = ROWS > MAIN_ROWS ? COLUMNS / 2 : 0;  // of a group's products for the rows behind those
 constexpr int GROUPS = 2, CONSUMERS = GROUPS * 128;
 constexpr int WEIGHT_BYTES = TILE * 128, TOKEN_BYTES = TOKENS * 128;  // of 64 columns of the input
 constexpr int GATE_TILE = KIND == GATED ? TILE / 2 : TILE;  // columns of the output
-static_assert((ROWS == 128 || ROWS == 192) && COLUMNS % 16 == 0 && COLUMNS <= 256, "products");
+static_assert((ROWS == 64 || ROWS == 128 || ROWS == 192) && COLUMNS % (MORE ? 16 : 8) == 0 && COLUMNS <= 256, "products");
+static_assert(KIND != GATED || WEIGHTS_FIRST || MORE % 16 == 0, "a group has gates and what they multiply");
 constexpr int WEIGHT_SHARERS = WEIGHTS_SHARED ? CLUSTER : 1, TOKEN_SHARERS = WEIGHTS_SHARED ? 1 : CLUSTER;  // blocks
 static_assert(TOKENS % (8 * TOKEN_SHARERS) == 0 && TILE % (8 * WEIGHT_SHARERS) == 0, "boxes begin where swizzling does");
 static_assert(KIND != GATED || TILE % (16 * WEIGHT_SHARERS) == 0, "gates and what they multiply take turns, 8 rows each");
 constexpr int FEW_REGISTERS = 24, MANY_REGISTERS = 240;
+constexpr bool SHARES_REGISTERS = TOKENS > 64;  // fewer sums leave room for the kernel in front to run beside
 
 struct Product {
     void* out;
@@ -62,18 +65,26 @@ __device__ __forceinline__ u64 read_often()
 // Products of 64 x 16 by 16 x N, as instructions.cuh has them for fewer columns.
 #define FOUR(i) "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
 #define SUMS_OF_32(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3)
-#define NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define NAMES_48 NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define NAMES_64 NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_8 "%0,%1,%2,%3"
+#define NAMES_16 NAMES_8 ",%4,%5,%6,%7"
+#define NAMES_24 NAMES_16 ",%8,%9,%10,%11"
+#define NAMES_32 NAMES_24 ",%12,%13,%14,%15"
+#define NAMES_40 NAMES_32 ",%16,%17,%18,%19"
+#define NAMES_48 NAMES_40 ",%20,%21,%22,%23"
+#define NAMES_64 NAMES_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define NAMES_96 NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define NAMES_112 NAMES_96 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define NAMES_128 NAMES_96 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_128 NAMES_112 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define NAMES_160 NAMES_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define NAMES_192 NAMES_160 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define NAMES_224 NAMES_192 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define NAMES_256 NAMES_224 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define SUMS_8 FOUR(0)
+#define SUMS_16 SUMS_8, FOUR(1)
+#define SUMS_24 SUMS_16, FOUR(2)
 #define SUMS_32 SUMS_OF_32(0)
-#define SUMS_48 SUMS_32, FOUR(4), FOUR(5)
+#define SUMS_40 SUMS_32, FOUR(4)
+#define SUMS_48 SUMS_40, FOUR(5)
 #define SUMS_64 SUMS_OF_32(0), SUMS_OF_32(4)
 #define SUMS_96 SUMS_64, SUMS_OF_32(8)
 #define SUMS_112 SUMS_96, FOUR(12), FOUR(13)
@@ -89,9 +100,13 @@ __device__ __forceinline__ u64 read_often()
 template <int TILES> __device__ __forceinline__ void multiply_add(float (&sums)[TILES][4], u64 rows, u64 columns)
 {
     constexpr int N = TILES * 8;
-    static_assert(N == 32 || N == 48 || N == 64 || N == 96 || N == 112 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256,
+    static_assert((N <= 48 || N == 64 || N == 96 || N == 112 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256),
                   "columns");
+    if constexpr (N == 8) PRODUCT(8, 4, 5, 6);
+    if constexpr (N == 16) PRODUCT(16, 8, 9, 10);
+    if constexpr (N == 24) PRODUCT(24, 12, 13, 14);
     if constexpr (N == 32) PRODUCT(32, 16, 17, 18);
+    if constexpr (N == 40) PRODUCT(40, 20, 21, 22);
     if constexpr (N == 48) PRODUCT(48, 24, 25, 26);
     if constexpr (N == 64) PRODUCT(64, 32, 33, 34);
     if constexpr (N == 96) PRODUCT(96, 48, 49, 50);
@@ -160,7 +175,7 @@ __device__ __forceinline__ void fetch_tokens(TokenRing ring, const TensorMap& ma
 }
 
 struct Sums {  // of a group
-    float main[COLUMNS / 8][4];
+    float main[MAIN_ROWS ? COLUMNS / 8 : 1][4];
     float more[MORE ? MORE / 8 : 1][4];
 };
 
@@ -186,9 +201,10 @@ __device__ __forceinline__ void multiply(Sums& sums, Rings rings, Steps steps, i
         for (int part = 0; part < 64; part += 16) {  // of 64 columns
             const u32 rows = (WEIGHTS_FIRST ? weights.at() : tokens.at()) + part * 2;
             const u32 columns = (WEIGHTS_FIRST ? tokens.at() : weights.at()) + part * 2;
-            multiply_add(sums.main, described(rows + group * (64 * 128)), described(columns));
+            if constexpr (MAIN_ROWS > 0)
+                multiply_add(sums.main, described(rows + group * (64 * 128)), described(columns));
             if constexpr (MORE > 0)
-                multiply_add(sums.more, described(rows + 128 * 128), described(columns + group * (MORE * 128)));
+                multiply_add(sums.more, described(rows + MAIN_ROWS * 128), described(columns + group * (MORE * 128)));
         }
         commit_products();
         await_products<1>();
@@ -242,7 +258,7 @@ __device__ __forceinline__ void write(const Product& p, const float (&sums)[TILE
         for (int i = 0; i < TILES; i++) {
             const float2 a = make_float2(sums[i][0] + first_bias, sums[i][1] + first_bias);
             const float2 b = make_float2(sums[i][2] + second_bias, sums[i][3] + second_bias);
-            const int token = blockIdx.z * TOKENS + i * 8 + pair;
+            const int token = blockIdx.z * TOKENS + first_column + i * 8 + pair;
             if constexpr (KIND == GATED) {
                 const u32 both = gated(a, b);
                 store(p, token, column, low(both)), store(p, token + 1, column, high(both));
@@ -293,17 +309,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) multicast_linea
     }
     cluster_meets();
     if (group == GROUPS) {
-        keep_registers<FEW_REGISTERS>();
+        if constexpr (SHARES_REGISTERS) keep_registers<FEW_REGISTERS>();
         if (threadIdx.x == CONSUMERS) fetch_weights(rings.weights, weights, steps);
         if (threadIdx.x == CONSUMERS + 32) fetch_tokens(rings.tokens, tokens, steps);
         cluster_meets();
     } else {
-        take_registers<MANY_REGISTERS>();
+        if constexpr (SHARES_REGISTERS) take_registers<MANY_REGISTERS>();
         Sums sums;
         multiply(sums, rings, steps, group);
         let_next_kernel_start();
-        write(p, sums.main, group * 64, 0);
-        if constexpr (MORE > 0) write(p, sums.more, 128, group * MORE);
+        if constexpr (MAIN_ROWS > 0) write(p, sums.main, group * 64, 0);
+        if constexpr (MORE > 0) write(p, sums.more, MAIN_ROWS, group * MORE);
         cluster_meets();  // nobody writes to a block that has ended
     }
 }
