@@ -6,32 +6,18 @@ Shape suffixes: B batch rows, Q tokens per row, S keys per row (here not the pag
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from draftloop.attention.registry import attention_backend
-from draftloop.attention.triton import TritonBackend
 from draftloop.bench.sampling_kernels import sampling_rows
 from draftloop.bench.sweep_report import gpu
-from draftloop.kernels import paged_attention
 from draftloop.kernels.argmax import argmax, argmax_torch
-from draftloop.kernels.linear import (
-    SHARED_BYTES,
-    Tiles,
-    linear,
-    linear_split_triton,
-    linear_torch,
-    linear_triton,
-    residual_linear,
-)
+from draftloop.kernels.linear import linear, linear_torch, residual_linear
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
 from draftloop.kernels.silu_mul import silu_mul
@@ -133,7 +119,15 @@ def make_row(
 def attention_calls(
     backend: AttentionBackend, rows: int, query_len: int, kv_len: int, *, uniform: bool
 ) -> list[Callable[[], None]]:
-    """Rows of equal length, every call over pages that no recent call has read."""
+    q, kv, batches = attention_batches(backend, rows, query_len, kv_len, uniform=uniform)
+    out = torch.empty_like(q)
+    return [lambda batch=batch: backend.attend(q, kv, batch, out, sliding_window=None) for batch in batches]
+
+
+def attention_batches(
+    backend: AttentionBackend, rows: int, query_len: int, kv_len: int, *, uniform: bool
+) -> tuple[torch.Tensor, torch.Tensor, list[AttentionBatch]]:
+    """Queries, the cache, and rows of equal length, each time over pages that no recent batch has."""
     page_size, device = backend.shape.page_size, backend.device
     num_tokens = rows * query_len
     pages_per_row = -(-kv_len // page_size)
@@ -144,12 +138,11 @@ def attention_calls(
     # as wide as serving's tables: the width bounds how often a row may be split
     width = max(pages_per_row, 8192 // page_size)
     q = torch.randn(num_tokens, HEADS, HEAD_DIM, dtype=DTYPE, device=device)
-    out = torch.empty_like(q)
 
-    def make_call(table: torch.Tensor) -> Callable[[], None]:
+    def make_batch(table: torch.Tensor) -> AttentionBatch:
         wide = torch.zeros(rows, width, dtype=torch.int32, device=device)
         wide[:, :pages_per_row] = table
-        batch = AttentionBatch(
+        return AttentionBatch(
             rows_R=torch.arange(rows, dtype=torch.int32, device=device),
             query_starts_R1=torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32, device=device),
             kv_lens_R=torch.full((rows,), kv_len, dtype=torch.int32, device=device),
@@ -159,9 +152,8 @@ def attention_calls(
             max_query_len=query_len,
             uniform=uniform,
         )
-        return lambda: backend.attend(q, kv, batch, out, sliding_window=None)
 
-    return [make_call(table) for table in tables]
+    return q, kv, [make_batch(table) for table in tables]
 
 
 def kv_bytes(rows: int, kv_len: int) -> int:
@@ -194,26 +186,6 @@ def attention_row(
         attention_calls(make_backend(name, page_size, device), rows, query_len, kv_len, uniform=uniform),
         num_operations=4 * HEADS * HEAD_DIM * rows * sum(range(kv_len - query_len + 1, kv_len + 1)),
     )
-
-
-def sweep_tiles(device: torch.device, rows: int, query_len: int, kv_len: int, page_size: int = 16) -> list[tuple]:
-    """(us, block_n, num_warps, num_stages, num_splits, pdl), fastest first: what `choose_tiles` is set by."""
-    backend = make_backend("triton", page_size, device)
-    assert isinstance(backend, TritonBackend)
-    calls = attention_calls(backend, rows, query_len, kv_len, uniform=True)
-    choose, results = paged_attention.choose_tiles, []
-    grid = itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4), (1, 2, 4, 8, 16, 32), (False, True))
-    try:
-        for block_n, num_warps, num_stages, num_splits, pdl in grid:
-            options = {"block_n": block_n, "num_warps": num_warps, "num_stages": num_stages, "num_splits": num_splits}
-            paged_attention.choose_tiles = lambda options=options, **shape: replace(choose(**shape), **options)  # pyrefly: ignore
-            backend.pdl = pdl
-            # shared memory may not suffice, the grid may be too large: such tiles are no candidates
-            with contextlib.suppress(Exception):
-                results.append((time_us(calls, repeats=5)[0], *options.values(), pdl))
-    finally:
-        paged_attention.choose_tiles = choose
-    return sorted(results)
 
 
 def small_rows(num_tokens: int, device: torch.device) -> list[dict[str, Any]]:
@@ -275,34 +247,6 @@ def linear_rows(num_tokens: int, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-@torch.inference_mode()
-def sweep_linear(
-    device: torch.device, columns: int, size: int, num_tokens: int = 6, *, may_split: bool, limit: int = 400
-) -> list[tuple[float, Tiles]]:
-    """(us, tiles), fastest first: what `linear.choose` is set by. `limit` leaves out the least likely."""
-    x, weights = torch.randn(num_tokens, size, dtype=DTYPE, device=device), cold_weights(columns, size, device)
-    run, splits = (linear_split_triton, (1, 2, 4, 8)) if may_split else (linear_triton, (1,))
-    found = []
-    for options in itertools.product((16, 32, 64, 128), (128, 256, 512), splits, (4, 8), (3, 4, 5)):
-        tiles = Tiles(*options)
-        programs = -(-columns // tiles.block_n) * tiles.splits
-        shared = (tiles.block_n + num_tokens) * tiles.block_k * DTYPE.itemsize * tiles.num_stages
-        if size % (tiles.block_k * tiles.splits) == 0 and shared <= SHARED_BYTES and 100 <= programs <= 2100:
-            # what has been fastest: 4 warps, 32 to 128 KB under way, programs for each multiprocessor once or twice
-            found.append((tiles.num_warps != 4, not 32 << 10 <= shared <= 128 << 10, programs > 600, tiles))
-    candidates = [tiles for *_, tiles in sorted(found)[:limit]]
-    results = []
-    with ThreadPoolExecutor(12) as pool:  # the first call compiles
-        compiled = [pool.submit(run, x, weights[0], tiles=tiles) for tiles in candidates]
-    for tiles, future in zip(candidates, compiled, strict=True):
-        calls = [lambda weight=weight, tiles=tiles: run(x, weight, tiles=tiles) for weight in weights]
-        # shared memory may not suffice after all: such tiles are no candidates
-        with contextlib.suppress(Exception):
-            future.result()
-            results.append((time_us(calls, repeats=5)[0], tiles))
-    return sorted(results)
-
-
 def argmax_rows(num_tokens: int, device: torch.device) -> list[dict[str, Any]]:
     """Over logits that the last linear layer has just written."""
     logits = torch.randn(num_tokens, 128256, dtype=DTYPE, device=device)
@@ -336,27 +280,8 @@ def kernel_rows(device: torch.device, backends: Sequence[str]) -> list[dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="only the kernels between the linears")
-    parser.add_argument(
-        "--sweep", nargs="+", help="instead, the fastest tiles of these layers, such as 1b.qkv, at one token"
-    )
-    parser.add_argument(
-        "--attention",
-        nargs=3,
-        type=int,
-        metavar=("ROWS", "QUERY", "KEYS"),
-        help="instead, its fastest tiles and splits",
-    )
     parser.add_argument("--backends", nargs="+", default=["triton"], help="attention backends that are timed")
     args, device = parser.parse_args(), gpu()
-    for name, columns, size, residual in LINEAR_CASES if args.sweep else ():
-        if name in args.sweep:
-            results = sweep_linear(device, columns, size, 1, may_split=residual, limit=24)
-            for us, tiles in results[:3]:
-                print(f"({columns}, {size}, {residual}): {us:.2f} us  {tuple(tiles)}", flush=True)
-    for us, *tiles in sweep_tiles(device, *args.attention)[:5] if args.attention else ():
-        print(f"{us:.2f} us  {tiles}", flush=True)
-    if args.sweep or args.attention:
-        return
     if args.small:
         rows = [row for num_tokens in (1, 6, 192, 768) for row in small_rows(num_tokens, device)]
     else:

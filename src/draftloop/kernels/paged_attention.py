@@ -67,14 +67,19 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One block of query tokens of one row, one key/value head, one split of the row's keys."""
+    """One block of query tokens of one row, one key/value head, one split of the row's keys.
+
+    EARLY: where a row's keys are is read before the wait. The kernel in front writes keys and queries alone, and has
+    waited for all that ran before it when it lets this one start (`pdl_options`), so lengths and tables are there.
+    """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
 
     if UNIFORM:
@@ -116,13 +121,6 @@ def _attend_kernel(
         lowest_position = first_tree_key
         ancestors = tl.load(ancestors_ptr + query, mask=m_live, other=0)
         position = tl.load(positions_ptr + token, mask=m_live, other=0)
-    d = tl.arange(0, BLOCK_D)
-    d_live = d < HEAD_DIM
-    q = tl.load(
-        q_ptr + (token * q_stride_t + head * q_stride_h)[:, None] + d[None, :],
-        mask=m_live[:, None] & d_live[None, :],
-        other=0.0,
-    )
 
     # keys that some token of this block sees, in blocks, and this split's share of them
     end_key = kv_len
@@ -151,6 +149,15 @@ def _attend_kernel(
     kv_head_offset = kv_head * kv_stride_head
     key = begin * BLOCK_N + tl.arange(0, BLOCK_N)
     page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key < end_key, other=0)
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
+    d = tl.arange(0, BLOCK_D)
+    d_live = d < HEAD_DIM
+    q = tl.load(
+        q_ptr + (token * q_stride_t + head * q_stride_h)[:, None] + d[None, :],
+        mask=m_live[:, None] & d_live[None, :],
+        other=0.0,
+    )
     for _ in tl.range(begin, end):
         key_live = key < end_key
         if WINDOW > 0:
@@ -368,6 +375,7 @@ def paged_attention_triton(
         BLOCK_N=tiles.block_n,
         BLOCK_D=block_d,
         BLOCK_R=16 if query_len else next_power_of_2(max(16, num_rows + 1)),
+        EARLY=tiles.reads_early,
         PDL=bool(options),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

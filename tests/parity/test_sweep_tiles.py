@@ -1,0 +1,201 @@
+"""The sweeps over linears and attention compare, print and serve; without a GPU their times are made up."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import operator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftloop.bench import best_tiles, kernels, sweep_attention, sweep_wide, wide_candidates, wide_view
+from draftloop.kernels import attention_tiles, linear, linear_wide
+from draftloop.kernels.attention_tiles import Launch, Shape, choose_tiles
+from draftloop.kernels.linear import Tiles
+from draftloop.kernels.linear_multicast import MulticastTiles
+from draftloop.kernels.linear_wide import Kind, Range, WideTiles
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> torch.device:
+    """The device, for sweeps of small shapes; what is timed later is faster, unless it is timed."""
+    monkeypatch.setattr(kernels, "COLD_BYTES", 1)
+    for name, value in {"HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 64}.items():
+        monkeypatch.setattr(kernels, name, value)
+    if device.type == "cpu":
+        times = itertools.accumulate(itertools.repeat(0.9), operator.mul, initial=100.0)
+
+        def made_up(calls: list, **_) -> tuple[float, float, float]:
+            calls[0]()
+            now = next(times)
+            return now, now, now
+
+        for module in (kernels, sweep_wide):
+            monkeypatch.setattr(module, "DTYPE", torch.float16)  # the interpreter multiplies no bf16
+        for module in (sweep_wide, sweep_attention):
+            monkeypatch.setattr(module, "time_us", made_up)
+    return device
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the kernels may be changed."""
+    monkeypatch.setattr(linear, "MEASURED", dict(linear.MEASURED))
+    monkeypatch.setattr(linear_wide, "MEASURED", {gpu: dict(of_gpu) for gpu, of_gpu in linear_wide.MEASURED.items()})
+    monkeypatch.setattr(attention_tiles, "MEASURED", {})
+    monkeypatch.setattr(sweep_attention, "MEASURED", attention_tiles.MEASURED)
+    for cached in (linear.choose, linear_wide._measured):
+        cached.cache_clear()
+
+
+def cell(name: str, kind: Kind, tokens: int, *all_tiles: wide_candidates.Found) -> sweep_wide.Cell:
+    layer, compiled = wide_candidates.Layer(name, 64, 256, (kind,)), Future()
+    compiled.set_result(None)
+    found = [
+        sweep_wide.Candidate(kind.value, tiles, compiled, functools.partial(sweep_wide.run, kind=kind, tiles=tiles))
+        for tiles in all_tiles
+    ]
+    return sweep_wide.Cell(layer, tokens, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "tiles"),
+    [
+        ("o", Kind.SUMS, Tiles(16, 128, 2, 4, 3)),
+        ("qkv", Kind.PLAIN, Tiles(32, 128, 1, 4, 3)),
+        ("1b.gate_up", Kind.GATED, WideTiles(64, 64, 1, 64, 4, 2)),
+        ("head.lm_head", Kind.PLAIN, Tiles(32, 128, 1, 4, 3)),
+    ],
+)
+def test_linears(small: torch.device, name: str, kind: Kind, tiles: wide_candidates.Found) -> None:
+    row = sweep_wide.measure(cell(name, kind, 24, tiles), small)
+    assert [result["tiles"] for result in wide_view.usable(row)] == [list(tiles)], row
+    printed = "\n".join(wide_view.table(row))
+    assert f"{kind.value:6} {type(tiles).__name__}{tuple(tiles)}" in printed
+    assert "T=24 " in printed
+
+
+def result(kind: Kind, tiles: wide_candidates.Found, us: float, error: float = 1e-3) -> dict:
+    return {"kind": kind.value, "kernel": type(tiles).__name__, "tiles": list(tiles), "us": us, "error": error}
+
+
+FEW = MulticastTiles(64, 2, 1, True, 6)
+ROWS = [
+    # one kernel is faster at 48 tokens, the other at 32; what is wrong never wins
+    {
+        "columns": 4096,
+        "size": 4096,
+        "tokens": 48,
+        "today_us": 10.0,
+        "results": [
+            result(Kind.SUMS, FEW._replace(splits=4), 7.0, error=0.5),
+            result(Kind.SUMS, FEW, 8.0),
+            result(Kind.SUMS, Tiles(64, 128, 4, 4, 5), 9.0),
+        ],
+    },
+    {
+        "columns": 4096,
+        "size": 4096,
+        "tokens": 32,
+        "today_us": 10.0,
+        "results": [result(Kind.SUMS, Tiles(32, 128, 4, 4, 5), 8.5), result(Kind.SUMS, FEW, 9.0)],
+    },
+    # no gain
+    {"columns": 64, "size": 64, "tokens": 48, "today_us": 8.1, "results": [result(Kind.PLAIN, FEW, 8.0)]},
+]
+
+
+def test_what_serves_is_what_was_fastest(tables: None) -> None:
+    printed = "\n".join(wide_view.entries(ROWS))
+    assert f"(4096, 4096, Kind.SUMS): {{\n    {Range(33, 48)}: {FEW},  # 8.0 us, without 10.0\n}}," in printed
+    pair = Tiles(32, 128, 4, 4, 5), Tiles(64, 128, 4, 4, 5)
+    assert f"(4096, 4096, True): {pair}," in printed
+    assert "64, 64" not in printed
+    before = linear_wide.MEASURED["NVIDIA H200"][4096, 4096, Kind.SUMS]
+    wide_view.set_best(ROWS, "NVIDIA H200")
+    assert linear.choose(4096, 4096, 132, may_split=True, few=True) == pair[0]
+    for tokens in (33, 48):
+        assert linear_wide._measured("NVIDIA H200", tokens, 4096, 4096, Kind.SUMS) == FEW
+    assert linear_wide._measured("NVIDIA H200", 32, 4096, 4096, Kind.SUMS) is None
+    for reach, tiles in before.items():
+        assert linear_wide._measured("NVIDIA H200", reach.last, 4096, 4096, Kind.SUMS) == tiles
+
+
+def test_cells() -> None:
+    assert [(layer.name, tokens) for layer, tokens in sweep_wide.parse_cells(["48:o,1b.o", "16:down"])] == [
+        ("o", 48),
+        ("1b.o", 48),
+        ("down", 16),
+    ]
+    with pytest.raises(ValueError, match="names no layer 'up'; known: gate_up, down"):
+        sweep_wide.parse_cells(["48:up"])
+
+
+def test_triton_candidates_fit() -> None:
+    for layer in wide_candidates.LAYERS:
+        for tokens in (16, 32, 48, 64):
+            found = {kind: wide_candidates.few_candidates(layer, tokens, kind, 8) for kind in layer.kinds}
+            assert any(found.values())
+            for kind, all_tiles in found.items():
+                for tiles in all_tiles:
+                    assert (tiles.splits > 1) == (kind is Kind.SUMS)
+                    assert layer.size % (tiles.block_k * tiles.splits) == 0
+
+
+def test_attention(small: torch.device, tables: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = sweep_attention.parse_case("1x2x40", 8)
+    launches = [Launch(16, 16, 2, 3, 2), Launch(16, 32, 2, 3, 1)]
+    monkeypatch.setattr(sweep_attention, "candidates", lambda _: launches)
+    monkeypatch.setattr(sweep_attention, "FINALISTS", 1)
+    with ThreadPoolExecutor(1) as pool:
+        sweep = sweep_attention.Sweep(case, pool, small)
+        row = sweep.measure()
+    usable = sweep_attention.usable(row["results"])
+    assert len(usable) == len(row["results"]) == 3, row
+    assert {Launch(*found["launch"]).reads_early for found in usable} == {False, True}
+    assert "1 x 2, 40 keys: floor" in "\n".join(sweep_attention.table(row))
+    if small.type == "cpu":
+        sweep_attention.set_best([row])
+        launch = Launch(*usable[0]["launch"])
+        shape = {"num_rows": 1, "query_len": 2, "group": 2, "num_kv_heads": 2, "head_dim": 64, "num_sms": 8}
+        tiles = choose_tiles(num_tokens=2, itemsize=2, max_keys=8192, **shape)
+        assert tiles == launch.tiles(case.shape, 8192)
+        assert choose_tiles(num_tokens=2, itemsize=2, max_keys=8192, **shape, invariant=True) != tiles
+
+
+@pytest.mark.parametrize("text", sweep_attention.CASES)
+def test_attention_candidates_fit(text: str) -> None:
+    case = sweep_attention.parse_case(text, 132)
+    found = sweep_attention.candidates(case)
+    assert len(set(found)) == len(found) > 20
+    for launch in found:
+        tiles = launch.tiles(case.shape, 8192)
+        assert tiles.num_blocks * (tiles.block_m // case.shape.group) >= case.shape.num_rows * case.shape.query_len
+        assert tiles.num_stages * tiles.block_n * 2 * 2 * case.shape.head_dim <= 200 << 10
+
+
+def test_a_case_is_three_numbers() -> None:
+    with pytest.raises(ValueError, match="'8x6' is no case of attention"):
+        sweep_attention.parse_case("8x6", 132)
+
+
+def test_the_bench_runs_with_what_both_found(tables: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shape = Shape(132, 8, 6, 4, 8, 128)
+    launch = Launch(32, 32, 4, 3, 6, True)
+    found = {"shape": shape, "keys": 768, "today_us": 14.0, "results": [{"launch": launch, "us": 12.0, "error": 0.0}]}
+    for name, rows in (("linears", ROWS), ("attention", [found])):
+        (tmp_path / name).write_text(json.dumps({"rows": rows}))
+    asked: list[str] = []
+    monkeypatch.setattr(best_tiles, "run_bench", asked.extend)
+    monkeypatch.setattr(best_tiles, "gpu", lambda: torch.device("cuda"))
+    monkeypatch.setattr(best_tiles, "gpu_name", lambda _: "NVIDIA H200")
+    files = ["--linears", str(tmp_path / "linears"), "--attention", str(tmp_path / "attention")]
+    monkeypatch.setattr("sys.argv", ["best_tiles", *files, "--", "latency", "llama-3.1-8b", "--repeats", "2"])
+    best_tiles.main()
+    assert asked == ["latency", "llama-3.1-8b", "--repeats", "2"]
+    assert dict(attention_tiles.MEASURED) == {shape: launch}
+    assert linear_wide.MEASURED["NVIDIA H200"][4096, 4096, Kind.SUMS][Range(33, 48)] == FEW
