@@ -19,9 +19,11 @@
 #   cache   keys and values of 8 bits against 16, at 512 and 8,192 tokens of context (about 3 minutes)
 #   windows  layers that let go of what is behind their window, kernels beside pages of others: tests (about 2 minutes)
 #   moe     mixtures of experts: a sweep over tiles, Qwen3-30B-A3B's shape plain and with drafts, tests (about 4 minutes)
-#   kernels  128 rows, the small kernels, tiles of a 1B model (about 1 minute)
+#   kernels  128 rows, the small kernels (about 1 minute)
 #   stream  a pass as one kernel: its tests, then the sweep that says where it is faster (about 1 minute)
 #   linears  linears of 65 to 256 tokens: tests, a sweep that ends with entries for MEASURED, EAGLE-3 at 32 rows (4 minutes)
+#   batches  8 and 32 rows: linears of 16 to 64 tokens and attention, tests and sweeps that end with entries for MEASURED,
+#           then EAGLE-3 and a draft model with what the sweeps found, and EAGLE-3 without (5 minutes)
 #   all     bench, start, blocks, quant, sampling, tests
 # What has a time limit is interrupted at it, and keeps what it has written: numbers after each batch size and load.
 # Copy the JSON files to docs/numbers, then `draftloop bench report docs/numbers` writes the page.
@@ -243,10 +245,9 @@ moe() { # mixtures of experts: tiles, one model plain and with drafts, tests
   gpu_tests gpu-tests-moe 90 tests/parity/test_moe_kernels.py
 }
 
-kernels() { # 128 rows, where small kernels count too; what stands between the linears; tiles of a 1B model
+kernels() { # 128 rows, where small kernels count too; what stands between the linears
   latency eagle3-8b-b128 llama-3.1-8b $(rows 128 128) -sc "$eagle3" --repeats 2
   "$python" -m draftloop.bench.kernels --small | tee "$out/small-kernels.txt" || failed=1
-  "$python" -m draftloop.bench.kernels --sweep 1b.qkv 1b.o 1b.gate_up 1b.down | tee "$out/tiles-1b.txt" || failed=1
 }
 
 linears() {
@@ -254,6 +255,22 @@ linears() {
   sweep wide wide --tokens 192 160 128 96 256 --layers gate_up down qkv o --candidates 6
   latency eagle3-8b-b32 llama-3.1-8b $(rows 32 32) -sc "$eagle3"
   latency draft-model-8b-1b-b32 llama-3.1-8b $(rows 32 32) -sc "$(drafter draft_model llama-3.2-1b 4 3.0)"
+}
+
+batches() { # verification at 8 rows, a draft model's steps at 32, a draft head's, then what else has so many tokens
+  local one_b=1b.gate_up,1b.down,1b.qkv,1b.o eight_b=gate_up,down,qkv,o limit=60 bench_with
+  gpu_tests gpu-tests-batches 45 -n "${WORKERS:-12}" -k small_layers tests/parity/test_linear_multicast.py
+  sweep wide few-linears --seconds 85 --candidates 5 --cells \
+    48:$eight_b 32:$one_b 32:head.qkv,$eight_b 64:$one_b 48:head.qkv,head.fc 16:$one_b,$eight_b 32:head.lm_head
+  sweep attention attention --seconds 35
+  bench_with="draftloop.bench.best_tiles $(found --linears few-linears) $(found --attention attention) --"
+  latency eagle3-8b-best llama-3.1-8b $(rows 32 8,32) -sc "$eagle3" --repeats 2
+  bench_with="" latency eagle3-8b-today llama-3.1-8b $(rows 32 8,32) -sc "$eagle3" --repeats 2
+  latency draft-model-8b-1b-best llama-3.1-8b $(rows 32 8,32) -sc "$(drafter draft_model llama-3.2-1b 4 3.0)" --repeats 2
+}
+
+found() { # option, name of a sweep's file: the option with the file, where the sweep came so far
+  [ -f "$out/sweep/$2.json" ] && echo "$1" "$out/sweep/$2.json"
 }
 
 tests() {
@@ -265,7 +282,7 @@ tests() {
 }
 
 case "$part" in
-  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | windows | moe | kernels | stream | linears) "$part" ;;
+  tests | bench | start | blocks | quant | quant_rows | sampling | two | tp | tp_tests | dp | adaptive | adaptive_high | compare | soak | cache | windows | moe | kernels | stream | linears | batches) "$part" ;;
   all)
     bench
     start
@@ -275,7 +292,7 @@ case "$part" in
     tests
     ;;
   *)
-    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, windows, moe, kernels, stream, linears, all" >&2
+    echo "unknown part '$part'; known: tests, bench, start, blocks, quant, quant_rows, sampling, two, tp, tp_tests, dp, adaptive, adaptive_high, compare, soak, cache, windows, moe, kernels, stream, linears, batches, all" >&2
     exit 2
     ;;
 esac
