@@ -49,6 +49,11 @@ def test_the_last_message_can_be_continued():
     assert text.endswith("<|assistant|>\nWell, ")
     with pytest.raises(RequestError, match="exclude each other"):
         template.render(messages, continue_final_message=True)
+    with pytest.raises(RequestError, match="needs a last message with a text"):
+        template.render([{"role": "user", "content": " "}], add_generation_prompt=False, continue_final_message=True)
+    loud = ChatTemplate("{{ messages[-1].content | upper }}", {})
+    with pytest.raises(RequestError, match="the chat template changes the last message"):
+        loud.render(messages, add_generation_prompt=False, continue_final_message=True)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_values_that_a_request_leaves_out_are_the_models_own(server):
 
 
 def test_a_profile_is_a_trace_with_steps_and_phases_in_the_folder(server):
-    assert server.refusal("/stop_profile", {})[1]["message"] == "no profile is being recorded"
+    assert server.refusal("/stop_profile", {})[1]["message"] == "no profile is being recorded; start one first"
     server.post("/start_profile", {})
     assert "already" in server.refusal("/start_profile", {})[1]["message"]
     answer = server.post(COMPLETIONS, {**BODY, "temperature": 0})

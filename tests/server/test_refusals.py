@@ -6,16 +6,26 @@ import json
 import re
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import K, byte_model, running
+from servers import EAGER, K, byte_model, limits, running
 
+from draftloop.server.errors import add_error_handlers
 from draftloop.server.protocol import ChatRequest, CompletionRequest
+from helpers import tiny_model
 from refused import OUT_OF_RANGE, leaves
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
+JSON = {"response_format": {"type": "json_object"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+
+
+def named(tool: str) -> dict:
+    return {"type": "function", "function": {"name": tool}}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +78,12 @@ def server():
         (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
         (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "may not hold"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (CHAT, {"tools": [TOOL], "tool_choice": named("g")}, "tool_choice", "names 'g'; tools has f"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required", **JSON}, "tool_choice", "leave response_format out"),
+        (CHAT, {**JSON, "structured_outputs": {"regex": "a"}}, "response_format", "exclude each other; leave one out"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "no json_schema.schema"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format", "'xml'"),
+        (COMPLETIONS, {"n": 2, "temperature": 1, "echo": True, "logprobs": 1}, "n", "n is 2"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         (CHAT, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "leave stream out"),
         (CHAT, {"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be used"),
@@ -80,6 +95,36 @@ def test_what_cannot_be_served_is_refused_by_name(server, path, fields, param, m
     assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert message in error["message"]
     server.assert_all_free()
+
+
+def test_without_a_tokenizer_there_are_token_ids_alone():
+    with running(*EAGER, model=tiny_model(), limits=limits(64, 1 << 22)) as server:
+        assert server.request("POST", COMPLETIONS, {"prompt": [1, 2], "max_tokens": 1})[0] == 200
+        for path, fields, message in (
+            (COMPLETIONS, {"prompt": "x"}, "the prompt must be token ids"),
+            (COMPLETIONS, {"prompt": [1], "return_token_sources": True}, "return_token_sources needs a tokenizer"),
+            (COMPLETIONS, {"prompt": [1], "stop": "x"}, "without a tokenizer there is no text to stop at"),
+            (COMPLETIONS, {"prompt": [1], "bad_words": ["x"]}, "without a tokenizer they have no tokens"),
+            (COMPLETIONS, {"prompt": [1], "structured_outputs": {"regex": "a"}}, "name one with --tokenizer"),
+            (CHAT, {"messages": MESSAGES}, "this model has no chat template"),
+            ("/tokenize", {"prompt": "x"}, "the prompt must be token ids"),
+        ):
+            status, error = server.refusal(path, fields)
+            assert (status, error["type"]) == (400, "invalid_request_error"), fields
+            assert message in error["message"]
+
+
+def test_a_fault_of_the_server_is_told_apart_and_says_nothing_of_it():
+    app = FastAPI()
+    add_error_handlers(app)
+
+    @app.get("/")
+    async def fails() -> None:
+        raise KeyError("a secret")
+
+    answer = TestClient(app, raise_server_exceptions=False).get("/")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    assert "secret" not in answer.text
 
 
 def meant_for_http(name: str, value: object) -> bool:

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftloop.bench.ask import render
 from draftloop.bench.prompts import load_prompts
 from draftloop.bench.stamp import write_numbers
 from draftloop.config.engine import EngineConfig
@@ -31,7 +32,8 @@ REPETITIVE = "Copy this list exactly, line by line:\n" + "\n".join(
 def run_against_transformers(config: EngineConfig, *, output_tokens: int, repeats: int, out: Path) -> Path:
     """Measure plain and drafted decoding on an ordinary and on a repetitive prompt; write and print the numbers.
 
-    Raises ConfigError for a model without files, or a configuration without speculation.
+    Raises ConfigError for a model without files or tokenizer, a configuration without speculation, and answers that are
+    too long.
     """
     if config.speculation is None:
         raise ConfigError("the comparison runs with and without speculation; give a --speculative-config")
@@ -46,7 +48,7 @@ def run_against_transformers(config: EngineConfig, *, output_tokens: int, repeat
     prompts = {"mt_bench": load_prompts("mt_bench")[0].turns[0], "repetitive": REPETITIVE}
     rows: list[dict[str, Any]] = []
     for name, text in prompts.items():
-        ids = llm._render([{"role": "user", "content": text}])
+        ids = render(llm, [text], max_tokens=output_tokens)[0]
         tensor = torch.tensor([ids], device=device)
 
         def with_transformers(tensor: torch.Tensor = tensor) -> list[int]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from draftloop.bench.stamp import engine_facts, write_numbers
 from draftloop.config.engine import EngineConfig
 from draftloop.distributed.replica import Replica
-from draftloop.errors import RankError
+from draftloop.errors import DraftloopError, RankError
 from draftloop.observability import log
 from draftloop.request import SamplingParams
 
@@ -178,6 +178,8 @@ def _engine(config: EngineConfig, replica: Replica, loads: Sequence[Load], pipe:
         pipe.send(("said", "it is ready"))
         for load in loads:
             pipe.send(("found", _drive(llm, load, replica.rank, pipe)))
+    except DraftloopError as error:
+        pipe.send(("failed", str(error)))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
 

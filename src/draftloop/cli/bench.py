@@ -17,6 +17,7 @@ from draftloop.cli.options import (
     NUMBERS,
     RESULTS,
     at_least_one,
+    at_least_two,
     command,
     config_from,
     default_speculation,
@@ -201,8 +202,7 @@ def report(folder: Path = RESULTS, /) -> None:
 
 
 def _check_answers(output_tokens: int, trace: Path | None) -> None:
-    if output_tokens < 2:
-        raise ConfigError(f"--output-tokens is {output_tokens}; it must be at least 2")
+    at_least_two(output_tokens)
     if trace is not None and not trace.name.endswith((".json", ".json.gz")):
         raise ConfigError(f"--trace is {str(trace)!r}; its name must end with .json or .json.gz")
 
@@ -316,6 +316,7 @@ def against_transformers(
     out:
         Folder or file for the results.
     """
+    at_least_one(output_tokens=output_tokens, repeats=repeats)
     config = config_from(values, default_speculation(values))
     from draftloop.bench.against_transformers import run_against_transformers
 

@@ -13,6 +13,7 @@ from draftloop.cli.options import (
     NUMBERS,
     RESULTS,
     at_least_one,
+    at_least_two,
     command,
     config_from,
     engine_options,
@@ -128,7 +129,8 @@ def replicas(
         Folder or file for the results.
     """
     at_least_one(replicas=replicas, concurrency=concurrency, num_requests=num_requests)
-    at_least_one(prompt_tokens=prompt_tokens, output_tokens=output_tokens - 1)
+    at_least_one(prompt_tokens=prompt_tokens)
+    at_least_two(output_tokens)
     if not 0 < tolerance < 1:
         raise ConfigError(f"--tolerance is {tolerance:g}; it must be in (0, 1)")
     config = config_from(values)

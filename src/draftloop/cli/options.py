@@ -182,6 +182,12 @@ def at_least_one(**options: int | None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
 
 
+def at_least_two(output_tokens: int) -> None:
+    """Raises ConfigError for answers of one token, which have no time between tokens."""
+    if output_tokens < 2:
+        raise ConfigError(f"--output-tokens is {output_tokens}; it must be at least 2")
+
+
 def default_speculation(values: dict[str, Any]) -> dict[str, Any]:
     """What drafts for the model that `values` name, where they name no drafter."""
     model = next((alias for alias, hub_id in ALIASES.items() if hub_id == values["model"]), values["model"])

@@ -233,13 +233,17 @@ class LLM:
         if not isinstance(prompt, str):
             return None, _as_ids(prompt), salt
         if self.engine.tokenizer is None:
-            raise RequestError(f"{self.config.model!r} has no tokenizer; give the prompt as token ids")
+            raise RequestError(
+                f"{self.config.model!r} has no tokenizer; give the prompt as token ids, or name one with --tokenizer"
+            )
         return prompt, self.engine.tokenizer.encode(prompt), salt
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         tokenizer = self.engine.tokenizer
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-            raise RequestError(f"{self.config.model!r} has no chat template; use generate with a plain prompt")
+            raise RequestError(
+                f"{self.config.model!r} has no chat template; give a plain prompt to generate, or to `draftloop run`"
+            )
         if isinstance(messages, str | Mapping) or not messages or not all(isinstance(one, Mapping) for one in messages):
             raise RequestError(f"messages are {messages!r}; they must be a list of {{'role': .., 'content': ..}}")
         try:

@@ -65,7 +65,7 @@ class StepProfiler:
         if self._profile is None:
             last, self._last = self._last, None
             if last is None:
-                raise RequestError("no profile is being recorded")
+                raise RequestError("no profile is being recorded; start one first")
             return last
         recorded, self._profile = self._profile, None
         for undo in self._undo:

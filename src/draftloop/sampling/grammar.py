@@ -61,7 +61,9 @@ class GrammarCompiler:
         the model has no token that ends an answer, or without xgrammar (the extra `grammar`).
         """
         if self._tokenizer is None:
-            raise RequestError("structured_outputs needs a tokenizer, and this model came without one")
+            raise RequestError(
+                "structured_outputs needs a tokenizer, and this model came without one; name one with --tokenizer"
+            )
         if not self._eos_ids:
             raise RequestError(
                 "structured_outputs needs a model with an end-of-sequence token, to end what is complete"

@@ -63,7 +63,7 @@ def _check(body: ChatRequest, serving: Serving) -> None:
     if isinstance(body.tool_choice, NamedTool) or body.tool_choice in ("auto", "required"):
         names = [tool.function.name for tool in body.tools or []]
         if not names:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+            raise ApiError(400, "tool_choice needs tools; give some, or leave it out", param="tool_choice")
         if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
             name = body.tool_choice.function.name
             raise ApiError(400, f"tool_choice names {name!r}; tools has {', '.join(names)}", param="tool_choice")

@@ -65,7 +65,7 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation. With `continue_final_message` it ends inside the last message."""
         if continue_final_message and add_generation_prompt:
-            raise RequestError("continue_final_message and add_generation_prompt exclude each other")
+            raise RequestError("continue_final_message and add_generation_prompt exclude each other; leave one out")
         try:
             text = self._template.render(
                 messages=messages,
@@ -83,10 +83,12 @@ class ChatTemplate:
 def _up_to_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     last = messages[-1].get("content")
     if not isinstance(last, str) or not last.strip():
-        raise RequestError("continue_final_message needs a last message with a text")
+        raise RequestError("continue_final_message needs a last message with a text; leave it out")
     at = text.rfind(last.strip())
     if at < 0:
-        raise RequestError("continue_final_message cannot be used: the chat template changes the last message")
+        raise RequestError(
+            "continue_final_message cannot be used: the chat template changes the last message; leave it out"
+        )
     return text[: at + len(last.strip())] + (last[len(last.rstrip()) :])
 
 

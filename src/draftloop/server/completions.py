@@ -32,7 +32,7 @@ def completions_router(serving: Serving) -> APIRouter:
         serving.check(body, len(texts) or len(given_ids))
         params = body.sampling_params(serving.sampling_defaults)
         if body.echo and body.logprobs is not None and params.n > 1:
-            raise ApiError(400, "n must be 1 with echo and logprobs", param="n")
+            raise ApiError(400, f"n is {params.n}; with echo and logprobs it must be 1", param="n")
         ids = given_ids or [await serving.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]
         if body.echo and not texts:
             texts = [serving.tokenizer.decode(one) for one in ids]

@@ -82,7 +82,9 @@ class Speculative(Body):
     def _wishes_need_speculation(self) -> Speculative:
         for name in ("num_tokens", "drafters"):
             if not self.enabled and getattr(self, name):
-                raise ApiError(400, f"speculative.{name} is for requests with speculation", param="speculative")
+                raise ApiError(
+                    400, f"speculative.{name} is for requests with speculation; leave it out", param="speculative"
+                )
         return self
 
 
@@ -156,7 +158,7 @@ class Sampling(Body):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options is only for requests with stream", param="stream_options")
+            raise ApiError(400, "stream_options is only for requests with stream; leave it out", param="stream_options")
         return self
 
     def given(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +170,9 @@ class Sampling(Body):
         if (grammar := _grammar(self.response_format)) is not None:
             if "structured_outputs" in found:
                 raise ApiError(
-                    400, "response_format and structured_outputs exclude each other", param="response_format"
+                    400,
+                    "response_format and structured_outputs exclude each other; leave one out",
+                    param="response_format",
                 )
             found["structured_outputs"] = grammar
         return found
@@ -247,7 +251,7 @@ class ChatRequest(Sampling):
             given["max_tokens"] = self.max_completion_tokens
         given.setdefault("max_tokens", None)
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
+            raise ApiError(400, "top_logprobs needs logprobs; set it to true", param="top_logprobs")
         if self.logprobs:
             given["logprobs"] = self.top_logprobs or 0
         return SamplingParams(**given)
@@ -284,7 +288,11 @@ def _grammar(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
             return {"json": schema}
         case {"type": "json_schema"}:
-            raise ApiError(400, "response_format has no json_schema.schema", param="response_format")
+            raise ApiError(
+                400,
+                "response_format.type is 'json_schema', but there is no json_schema.schema; give the schema there",
+                param="response_format",
+            )
     kind = response_format.get("type")
     raise ApiError(
         400, f"response_format.type is {kind!r}; known: text, json_object, json_schema", param="response_format"

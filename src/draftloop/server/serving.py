@@ -117,7 +117,9 @@ class Serving:
             raise EngineUnavailableError(self.client.reason)
         if request.return_token_sources and self.client.ready.tokenizer is None:
             raise ApiError(
-                400, "return_token_sources needs a tokenizer, and this model has none", param="return_token_sources"
+                400,
+                "return_token_sources needs a tokenizer, and this model has none; leave it out",
+                param="return_token_sources",
             )
         self.client.check_room(num_prompts * max(request.n or 1, 1))
 

@@ -29,7 +29,7 @@ class ServerTokenizer:
     @property
     def backend(self) -> Tokenizer:
         if self._backend is None:
-            raise RequestError("the prompt must be token ids: this model has no tokenizer")
+            raise RequestError("the prompt must be token ids: this model has no tokenizer; name one with --tokenizer")
         return self._backend
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
