@@ -299,7 +299,11 @@ def test_two_drafters_of_one_name_keep_apart():
             cascade(EAGLE, EAGLE | {"draft_sample_method": "greedy"}),
             "at most one may read the target's states, but eagle3 and eagle3 do",
         ),
-        (cascade(NGRAM, {"method": "synthetic", "synthetic_acceptance_length": 2}), "say it beside them"),
+        (
+            cascade(NGRAM, {"method": "synthetic", "synthetic_acceptance_length": 2}),
+            "synthetic_acceptance_length is 2.* in one",
+        ),
+        (cascade(NGRAM, {"method": "ngram", "adaptive": True, "num_speculative_tokens": 3}), "say it beside them"),
         (cascade(NGRAM, cascade(NGRAM, EAGLE)), "'cascade' cannot be one of several drafters"),
         (
             cascade(NGRAM, {"method": "extract_hidden_states", "layer_ids": [0], "output_dir": "x"}),

@@ -128,6 +128,8 @@ def test_on_the_command_line(capsys):
     capsys.readouterr()
     assert run(counting_target(), "/nowhere", *common) == 2
     assert "'/nowhere' does not exist" in capsys.readouterr().err
+    assert run(counting_target(), counting_head(2, "top"), *common, "--spec-tokens", "0") == 2
+    assert "num_speculative_tokens is 0, so there is nothing to check" in capsys.readouterr().err
     asked = json.dumps({"aux_layer_offset": 1})
     assert run(counting_target(), counting_head(2, "top"), *common, "-sc", asked) == 2
     assert "leave it out" in capsys.readouterr().err
@@ -146,6 +148,8 @@ def test_the_method_is_read_off_the_checkpoint():
         match=r"says architectures \['LlamaForCausalLM'\], its tensors are part.0, .* and 2 more; say --spec-method",
     ):
         method_of(unknown)
+    with pytest.raises(ConfigError, match="'tiny' is the shape of a whole model; name the folder or hub id of a dra"):
+        method_of("tiny")
 
 
 # ---- benchmark ------------------------------------------------------------------------------

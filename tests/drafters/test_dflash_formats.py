@@ -202,6 +202,7 @@ def test_a_drafter_for_another_target_or_a_shorter_block_is_refused(config, k, m
         ),
         ({"config": {"dflash_config": {"use_aux_hidden_state": False}}}, "use_aux_hidden_state is false"),
         ({"config": {"dflash_config": {"projector_type": "domino"}}}, "projector_type is 'domino'"),
+        ({"config": {"dspark_backbone_conv_enabled": True}}, r"needs convolutions \(dspark_backbone_conv_enabled"),
         ({"config": {"logit_scale": 0.5}}, "logit_scale is 0.5"),
         ({"config": {"block_size": None}}, "block_size of .* is None"),
         ({"config": {"quantization_config": {"quant_method": "fp8"}}}, "quantised"),

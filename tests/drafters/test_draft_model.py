@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from draftloop.attention.batches import tail_batch
+from draftloop.config.speculative import SpeculativeConfig
+from draftloop.distributed.group import ALONE
+from draftloop.drafters.base import draft_group
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Launch, ModeSetting
+from draftloop.models.loader import load_config, resolve_model
 from draftloop.request import SamplingParams
 from helpers import (
     MODES,
@@ -295,3 +300,12 @@ def test_idle_engine_holds_nothing():
     llm = drafting(cudagraph_mode="FULL")
     llm.generate(prompts(3), greedy(5))
     assert_all_free(llm)
+
+
+def test_ranks_that_cannot_divide_a_draft_model_each_have_all_of_it_or_say_why():
+    model = load_config(resolve_model(tiny_model()))
+    target: Any = SimpleNamespace(group=SimpleNamespace(size=3))
+    assert draft_group(SpeculativeConfig(model="x", num_speculative_tokens=1), target, model) is ALONE
+    asked = SpeculativeConfig(model="x", num_speculative_tokens=1, draft_tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="size is 3, but it does not divide the 4 attention heads of 'x'; say 1"):
+        draft_group(asked, target, model)

@@ -243,6 +243,7 @@ def test_any_other_tensor_that_is_missing_is_named(config, layout, style, layers
         ({"put": {"new_thing.weight": torch.ones(3)}}, r"that an EAGLE-3 head does not: new_thing.weight \[3\]"),
         ({"put": {"fc.weight": torch.ones(64, 96)}}, r"fc.weight .* \[64, 96\], .* asks for \[64, 192\]; it reads 3"),
         ({"put": {"midlayer.mlp.up_proj.weight": torch.ones(128, 64, dtype=torch.int8)}}, "_scale .* is missing"),
+        ({"put": {"norm.weight": torch.ones(64, dtype=torch.int32)}}, r"norm.weight of .* is of type torch.int32; a"),
         ({"config": {"quantization_config": {"quant_method": "fp8"}}}, "quantised"),
         ({"config": {"hidden_act": "gelu"}}, "hidden_act is 'gelu'"),
         ({"config": {"speculators_model_type": "peagle"}}, "looks like a P-EAGLE head"),

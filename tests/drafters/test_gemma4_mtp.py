@@ -297,6 +297,13 @@ def test_a_config_that_is_of_no_assistant_is_named(settings, said):
     assert said in refused(str(folder))
 
 
+def test_an_assistant_whose_config_says_nothing_of_its_layers_is_refused():
+    folder = Path(changed())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": None}))
+    assert "has no 'text_config', which" in refused(str(folder))
+
+
 def test_a_target_of_another_family_is_refused():
     assert "drafts from the keys and values of a Gemma 4 model, but" in refused(gemma4_assistant(), tiny_model())
 

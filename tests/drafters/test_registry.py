@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftloop.config.speculative import SpeculativeConfig
+from draftloop.drafters import base
 from draftloop.drafters.base import DRAFTERS, Drafter, drafter_class, load_drafters
 from draftloop.errors import ConfigError
 from helpers import make_engine
@@ -28,6 +29,14 @@ def test_a_name_that_is_taken_is_refused_naming_the_owner():
         type("Again", (Drafter,), {"name": "ngram"})
 
 
+def test_a_drafter_whose_number_of_drafts_is_fixed_takes_none_that_follows_the_load(monkeypatch):
+    load_drafters()
+    monkeypatch.setattr(base, "DRAFTERS", dict(DRAFTERS))
+    type("Steady", (Drafter,), {"name": "steady"})
+    with pytest.raises(ConfigError, match="'steady' drafts the same number of tokens in every step, but adaptive is"):
+        drafter_class(spec(method="steady", num_speculative_tokens=2, adaptive=True))
+
+
 def test_a_shared_base_is_no_drafter():
     before = dict(DRAFTERS)
     type("Base", (Drafter,), {})
@@ -47,6 +56,7 @@ def test_a_model_alone_means_a_draft_model():
         ({"method": "scripted", "num_speculative_tokens": 2}, "needs 'script'"),
         ({"method": "synthetic", "num_speculative_tokens": 2}, "needs synthetic_acceptance_rates or"),
         ({"method": "ngram", "num_speculative_tokens": 130}, "num_speculative_tokens"),
+        ({"method": "ngram", "adaptive": True}, "adaptive is True; it must be given beside num_speculative_tokens"),
     ],
 )
 def test_configurations_that_cannot_draft_are_refused(values, message):

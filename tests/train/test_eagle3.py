@@ -23,6 +23,7 @@ from draftloop.models.loader import load_config, resolve_model
 from draftloop.models.resolve import read_json
 from draftloop.train.eagle3 import Eagle3Method, Eagle3Module
 from draftloop.train.export import export
+from draftloop.train.fitting import copy_stored
 from draftloop.train.method import Batch, Losses, Subject
 from draftloop.train.options import Eagle3Options
 from draftloop.train.packing import Packer, batch_fields
@@ -326,6 +327,9 @@ def test_training_goes_on_from_an_exported_head(trained, tmp_path):
     assert first["held_out"]["acceptance_length"] > 2
     with pytest.raises(ConfigError, match=r"norm_before_fc True, but False is to be trained"):
         run_train(replace(options, out=str(tmp_path / "other")), replace(EAGER, norm_before_fc=False))
+    message = r"fc.weight of the drafter in .* has shape \[2, 2\], but \[2, 3\] is to be trained; it is made"
+    with pytest.raises(ConfigError, match=message):
+        copy_stored(torch.zeros(2, 3), torch.zeros(2, 2), "fc.weight", trained)
 
 
 def test_states_on_disk_are_trained_on(tmp_path):

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import socket
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,13 @@ from draftloop.train import loop as loop_module
 from draftloop.train import run as run_module
 from draftloop.train.files import write_folder
 from draftloop.train.loop import Trainer
-from draftloop.train.method import METHODS, load_methods, method_class
+from draftloop.train.method import METHODS, Method, load_methods, method_class
 from draftloop.train.options import METHOD_OPTIONS, Eagle3Options, TrainOptions
+from draftloop.train.plot import plot
 from draftloop.train.run import run_train
+from draftloop.train.world import World
 from forks import Forked
-from helpers import _folder
+from helpers import _folder, tiny_model
 
 STEPS = 12
 HEAD = Eagle3Options(ttt_steps=2)
@@ -287,8 +290,54 @@ def test_the_command_gives_options_to_the_method():
         ({"minutes": 0.0}, "minutes is 0.0; it must be above 0"),
         ({"hidden_states": "x", "record_only": True}, "--hidden-states is trained on as it is"),
         ({"ttt_steps": 0}, r"ttt_steps is 0; it must be in \[1, 32\]"),
+        ({"method": "dflash", "ttt_steps": 3}, "'dflash' does not use --ttt-steps, which belongs to eagle3; leave it"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         given(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "/nowhere.jsonl"}, "--data is '/nowhere.jsonl', which is no file; check the path"),
+        ({"device": "cuda"}, "--device is 'cuda', but there is no usable GPU; leave it out"),
+        ({"out": "/dev/null/x"}, "--out '/dev/null/x' cannot be made: .*; name another folder"),
+        ({"recording": "/dev/null/x"}, "--recording '/dev/null/x' cannot be made: .*; name another folder"),
+    ],
+    ids=["data", "device", "out", "recording"],
+)
+def test_what_this_machine_does_not_have_is_named_before_anything_is_loaded(tmp_path, changes, message):
+    if changes.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    chosen = TrainOptions(**{"target": tiny_model(), "out": str(tmp_path), "device": "cpu", **changes})
+    with pytest.raises(ConfigError, match=message):
+        run_train(chosen, HEAD)
+
+
+def test_processes_that_cannot_share_the_work_say_so(tmp_path):
+    three = World(rank=0, size=3)
+    with pytest.raises(ConfigError, match="a step has 8 rows, which 3 processes in 1 parts cannot share evenly"):
+        run_module._rows_per_step(toy_options(tmp_path, target="x"), 512, three)
+    with pytest.raises(ConfigError, match="several processes would record at once; run with --record-only in one"):
+        run_module._recorded(toy_options(tmp_path, target="x"), "", 100, three)
+
+
+def test_documents_longer_than_a_row_lose_their_end_and_the_log_says_so(tmp_path, caplog):
+    with caplog.at_level("WARNING", "draftloop"):
+        run_train(options(tmp_path, row_tokens=32, held_out_tokens=256, batch_tokens=256, steps=1), HEAD)
+    assert "documents of more than --row-tokens 32 tokens lose their end" in caplog.text
+
+
+def test_without_matplotlib_no_picture_is_drawn_and_the_log_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plot(tmp_path / "training.png", [], title="x")
+    assert "that needs matplotlib; pip install 'draftloop[train]'" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_method_whose_name_is_taken_is_refused_naming_the_owner():
+    load_methods()
+    with pytest.raises(TypeError, match=r"'eagle3' is already registered by draftloop\.train"):
+        type("Again", (Method,), {"name": "eagle3"})

@@ -75,6 +75,12 @@ def test_a_row_that_is_neither_is_named_by_its_line(tmp_path, row, message):
     assert message in str(raised.value)
 
 
+def test_a_row_that_the_template_refuses_is_named_by_its_line(tmp_path):
+    refusing = make("{{ raise_exception('no user may speak') }}")
+    with pytest.raises(ConfigError, match=r"line 1 does not fit the target's chat template: no user may speak"):
+        read(tmp_path, {"prompt": "hello"}, tokenizer=refusing)
+
+
 def test_without_a_template_turns_are_joined(tmp_path):
     row = {"messages": [{"role": "user", "content": "hello"}, {"role": "user", "content": "there"}]}
     assert read(tmp_path, row, tokenizer=make(None)) == [[HELLO, THERE]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +57,19 @@ def test_a_recording_of_another_target_is_refused(tmp_path):
         Recording.open(tmp_path, target="other", revision="def", vocab_size=VOCAB, settings={})
     with pytest.raises(ConfigError, match="holds no tokens yet"):
         opened(tmp_path).documents()
+
+
+def test_a_folder_without_a_recording_or_with_a_damaged_one_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no recording \(recording.json\); name the folder"):
+        Recording.read(tmp_path)
+    opened(tmp_path).add([document(5, 6)], asked=1, seed=0)
+    (shard,) = tmp_path.glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:20])
+    with pytest.raises(ConfigError, match=f"{shard.name} cannot be read: .*; delete this shard"):
+        opened(tmp_path).documents()
+    (tmp_path / "recording.json").write_text('{"format": "other"}')
+    with pytest.raises(ConfigError, match="has format 'other'; it must be"):
+        Recording.read(tmp_path)
 
 
 def test_the_fingerprint_tells_weights_apart():
@@ -192,6 +206,26 @@ def test_prompts_of_a_file_are_asked_in_turn(tmp_path):
     counts = [asked.count(prompt) for prompt in dict.fromkeys(asked)]
     assert set(asked) == {(n, n + 1) for n in range(12)}
     assert max(counts) - min(counts) <= 1
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_left_out(tmp_path, caplog):
+    data = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"text": " ".join(["w1"] * count)}) for count in (2, 40)]
+    chosen = options(
+        tmp_path,
+        target=tiny_model("worded", words="w"),
+        data=str(data),
+        row_tokens=64,
+        held_out_tokens=64,
+        batch_tokens=128,
+    )
+    data.write_text("\n".join(lines))
+    with caplog.at_level("WARNING", "draftloop"):
+        run_train(chosen, Eagle3Options())
+    assert "1 prompts of more than 32 tokens are left out" in caplog.text
+    data.write_text(lines[1])
+    with pytest.raises(ConfigError, match=r"no prompt in .* is short enough; raise --row-tokens"):
+        run_train(replace(chosen, out=str(tmp_path / "other")), Eagle3Options())
 
 
 def test_where_nothing_is_answered_recording_ends_with_an_error(tmp_path, monkeypatch):

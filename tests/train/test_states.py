@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +69,26 @@ def test_states_on_disk_are_taken_instead():
         torch.testing.assert_close(mine[inside], computed[inside], rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError, match=r"are of layers 0, 2, 1, -1; training needs 3, -1 .*: 3 is missing"):
         stored(rows, (3,))
+
+
+def test_states_that_cannot_be_trained_on_are_refused(tmp_path, caplog):
+    config = load_config(resolve_model(tiny_model()))
+    stored = functools.partial(StoredStates, config=config, device=CPU, dtype=torch.float32)
+    lengths = [len(states.token_ids) for states in stored(recorded()).found]
+    with caplog.at_level("WARNING", "draftloop"):
+        stored(recorded()).documents(max(lengths) - 1, VOCAB)
+    assert f"{lengths.count(max(lengths))} requests of more than --row-tokens {max(lengths) - 1} tokens" in caplog.text
+    with pytest.raises(ConfigError, match=r"every request in .* has more than 5 tokens; raise --row-tokens"):
+        stored(recorded()).documents(5, VOCAB)
+    with pytest.raises(ConfigError, match="are 64 wide, but the target is 32 wide; they are of another target"):
+        stored(recorded(), config=replace(config, hidden_size=32))
+    several = shutil.copytree(recorded(), tmp_path / "several")
+    spec = {"method": "extract_hidden_states", "layer_ids": [0], "output_dir": str(several)}
+    llm = make_engine(speculative_config=spec)
+    llm.generate(prompts(1), greedy(2))
+    llm.close()
+    with pytest.raises(ConfigError, match=r"holds states of layers .*\(0,\).*; keep each in a folder of its own"):
+        stored(str(several))
 
 
 def test_rows_longer_than_the_target_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,11 @@ from hypothesis import strategies as st
 from draftloop import cli
 from draftloop.bench import acceptance, compare
 from draftloop.bench.acceptance import ALL, LOOP_FREE, Answer, acceptance_rows, measure_acceptance, shares_accepted
+from draftloop.bench.against_transformers import run_against_transformers
 from draftloop.bench.ask import render
+from draftloop.bench.plots import pyplot
 from draftloop.bench.prompts import Prompt
+from draftloop.config import EngineConfig
 from draftloop.errors import ConfigError
 from draftloop.request import SamplingParams
 from helpers import engine, prompts, tiny_model
@@ -226,3 +230,17 @@ def test_a_target_without_words_is_refused():
     llm = engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     with pytest.raises(ConfigError, match="no tokenizer; name one with --tokenizer"):
         render(llm, ["hello"], max_tokens=1)
+
+
+def test_what_cannot_be_compared_with_transformers_is_refused(tmp_path):
+    spec = {"method": "ngram", "num_speculative_tokens": 3}
+    for speculation, message in ((None, "give a --speculative-config"), (spec, "no tokenizer; name one with --token")):
+        config = EngineConfig.from_mapping(model=tiny_model(), device="cpu", speculative_config=speculation)
+        with pytest.raises(ConfigError, match=message):
+            run_against_transformers(config, output_tokens=4, repeats=1, out=tmp_path)
+
+
+def test_without_matplotlib_no_picture_is_drawn_and_the_log_says_so(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert pyplot() is None
+    assert "that needs matplotlib; pip install 'draftloop[bench]'" in caplog.text

@@ -253,6 +253,13 @@ def test_bench_latency(monkeypatch, tmp_path, sizes):
         (["bench", "latency", "--batch-sizes", "1,x"], "'1,x' are not whole numbers"),
         (["bench", "latency", "--batch-sizes", "--repeats", "1"], "--batch-sizes requires at least 1 element"),
         (["compare", "--drafters", ""], "--drafters: give at least one name"),
+        (["bench", "soak", "--minutes", "nan"], "--minutes is nan; it must be above 0"),
+        (["bench", "soak", "--max-seconds", "3"], "--max-seconds is 3; it must be 30 at least"),
+        (["bench", "replicas", "--tolerance", "2"], "--tolerance is 2; it must be in (0, 1)"),
+        (["bench", "replicas", "--output-tokens", "1"], "--output-tokens is 1; it must be at least 2"),
+        (["bench", "engines", "--steady-steps", "-1"], "--steady-steps is -1; it must be at least 0"),
+        (["bench", "engines", "-dp", "1"], "data_parallel_size is 1; this takes several engines"),
+        (["bench", "transformers", "--repeats", "0"], "--repeats is 0; it must be at least 1"),
         (["run", "-pp", "2"], "pipeline_parallel_size is 2; it must be 1; raise tensor_parallel_size"),
         (["bench", "latency", "--batch-sizes", "0"], "--batch-sizes is 0; it must be at least 1"),
         (["bench", "latency", "--repeats", "0"], "--repeats is 0; it must be at least 1"),
@@ -275,12 +282,21 @@ def test_mistakes_are_one_line_and_start_nothing(argv, message, capsys):
     assert FakeLLM.made == []
 
 
-def test_unknown_environment_variable(monkeypatch, capsys):
-    monkeypatch.setenv("DRAFTLOOP_LOGLEVEL", "INFO")
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("LOGLEVEL", "INFO", "did you mean 'DRAFTLOOP_LOG_LEVEL'?"),
+        ("LOG_LEVEL", "loud", "DRAFTLOOP_LOG_LEVEL is 'LOUD'; it must be one of DEBUG, INFO"),
+        ("LOG_FORMAT", "xml", "DRAFTLOOP_LOG_FORMAT is 'xml'; it must be one of text, json"),
+        ("POISON", "yes", "DRAFTLOOP_POISON is 'yes'; it must be 0 or 1"),
+    ],
+)
+def test_environment_variables_that_mean_nothing(name, value, message, monkeypatch, capsys):
+    monkeypatch.setenv(f"DRAFTLOOP_{name}", value)
     with pytest.raises(SystemExit) as exit_:
         cli.main(["run"])
     assert exit_.value.code == 2
-    assert "did you mean 'DRAFTLOOP_LOG_LEVEL'?" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_short_forms_join_the_json():

@@ -13,7 +13,7 @@ def pyplot() -> Any | None:
     try:
         import matplotlib
     except ImportError:
-        logger.warning("no picture is drawn: that needs matplotlib, of the extra `bench`")
+        logger.warning("no picture is drawn: that needs matplotlib; pip install 'draftloop[bench]'")
         return None
     matplotlib.use("Agg")
     import matplotlib.pyplot

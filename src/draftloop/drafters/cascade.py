@@ -54,10 +54,11 @@ def _parts(spec: SpeculativeConfig) -> list[SpeculativeConfig]:
                 f"num_speculative_tokens is {spec.num_speculative_tokens}, but {part.num_speculative_tokens} in one of "
                 "'drafters': they draft for the same block; give it once, beside 'drafters'"
             )
-        if any(getattr(part, key) is not None for key in ACCEPTANCE_KEYS):
-            raise ConfigError("how drafts are accepted is one for all 'drafters': say it beside them")
-        if any(getattr(part, key) is not None for key in SCHEDULE_KEYS):
-            raise ConfigError("the number of drafts follows the load for all 'drafters': say it beside them")
+        for key in sorted(ACCEPTANCE_KEYS | SCHEDULE_KEYS):
+            if getattr(part, key) is not None:
+                raise ConfigError(
+                    f"{key} is {getattr(part, key)!r} in one of 'drafters', but holds for all; say it beside them"
+                )
     shared = {key: getattr(spec, key) for key in ("num_speculative_tokens", *SCHEDULE_KEYS)}
     return [replace(part, **shared) for part in several]
 

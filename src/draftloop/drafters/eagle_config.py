@@ -66,8 +66,7 @@ class EagleConfig(AuxConfig):
     def aux_layers(self, num_target_layers: int, offset: int | None = None) -> tuple[int, ...]:
         if not self.fuses_embedding:
             return super().aux_layers(num_target_layers, offset)
-        if offset is not None:
-            raise ConfigError("aux_layer_offset moves the layers that EAGLE-3 heads read; EAGLE-1 has none")
+        assert offset is None, "no option of EAGLE-1, which reads what leaves the last layer"
         return (FINAL_HIDDEN,)
 
     def shapes(self) -> dict[str, Shape]:

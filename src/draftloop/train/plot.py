@@ -17,7 +17,7 @@ def plot(path: Path, log: Sequence[Mapping[str, Any]], *, title: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        logger.warning("no picture of the training: install matplotlib (the extra `train`)")
+        logger.warning("no picture is drawn: that needs matplotlib; pip install 'draftloop[train]'")
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -80,7 +80,9 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
     lines. Raises ConfigError naming the line of a row that is neither.
     """
     if tokenizer is None:
-        raise ConfigError(f"the target has no tokenizer, so that prompts from {str(path)!r} cannot be read")
+        raise ConfigError(
+            f"the target has no tokenizer, so that prompts from {str(path)!r} cannot be read; leave --data out"
+        )
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -193,7 +193,7 @@ def _recorded(options: TrainOptions, revision: str, vocab_size: int, world: Worl
 
 def _uses_gpu(options: TrainOptions) -> bool:
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is 'cuda', but there is no GPU that torch can use; leave it out")
+        raise ConfigError("--device is 'cuda', but there is no usable GPU; leave it out")
     return options.device != "cpu" and torch.cuda.is_available()
 
 

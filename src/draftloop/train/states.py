@@ -145,12 +145,13 @@ class StoredStates(States):
         for states in self.found:
             if states.layer_ids != self.layer_ids:
                 raise ConfigError(
-                    f"{folder!r} holds states of layers {self.layer_ids} and {states.layer_ids}; part them"
+                    f"{folder!r} holds states of layers {self.layer_ids} and {states.layer_ids}; keep each in a "
+                    "folder of its own"
                 )
             if states.hidden.shape[1] != self.width * len(self.layer_ids):
                 raise ConfigError(
                     f"the states in {folder!r} are {states.hidden.shape[1] // len(self.layer_ids)} wide, but the "
-                    f"target is {self.width} wide; they are of another target"
+                    f"target is {self.width} wide; they are of another target: extract those of this one"
                 )
         self.folder = folder
 
