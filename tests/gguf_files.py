@@ -28,7 +28,7 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType | None = None,
     settings: dict[str, Any] | None = None,
 ) -> Path:
-    """A GGUF file of Hugging Face's tensors; `kind` for matrices, and `settings` within the architecture."""
+    """A GGUF file of Hugging Face's tensors; `kind` for matrices; `settings` of the architecture and tokenizer."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], LAYERS_AT_MOST)
     writer = gguf.GGUFWriter(path, architecture)
@@ -44,7 +44,9 @@ def write_gguf(
     }
     for key, value in (common | (settings or {})).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
-        (writer.add_uint32 if isinstance(value, int) else add)(f"{architecture}.{key}", value)
+        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+        add = writer.add_array if isinstance(value, list) else add
+        (writer.add_uint32 if isinstance(value, int) else add)(name, value)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 3)
     writer.add_uint32("tokenizer.ggml.eot_token_id", 5)
     for name, tensor in tensors.items():

@@ -331,6 +331,8 @@ def test_requests_for_adapters_that_cannot_be_had_are_refused(tmp_path: Path) ->
             llm.generate(prompts(1)[0], lora_request=request)
     with pytest.raises(RequestError, match="lora_name is ''"):
         LoRARequest("")
+    with pytest.raises(RequestError, match="lora_path is 3; it must be a text"):
+        LoRARequest("new", 1, 3)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="2 prompts came with 1 of lora_request"):
         llm.generate(prompts(2), lora_request=["one"])
     assert_all_free(llm)
@@ -356,6 +358,11 @@ def test_pickled_adapters_are_refused(tmp_path: Path) -> None:
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors, but has pickled weights"):
         _load(folder)
+
+
+def test_an_adapter_without_tensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors is empty; train the adapter again"):
+        _load(write_adapter(tmp_path / "x", {}))
 
 
 def test_adapters_of_a_wider_type_than_the_model_are_named(caplog: pytest.LogCaptureFixture) -> None:

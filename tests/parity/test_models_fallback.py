@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_models import CASES, CPU, NUM_TOKENS, PAGE_SIZE, TOLERANCE, load, make_reference, run_chunks
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from draftloop.attention.sdpa import SdpaBackend
 from draftloop.errors import ConfigError
 from draftloop.models.decoder import Decoder, attention_shapes
-from draftloop.models.fallback import FallbackDecoder
+from draftloop.models.fallback import ATTENTION, FallbackDecoder
 from draftloop.models.loader import LoadFormat, load_config, load_model, resolve_model
 
 FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,8 +96,11 @@ def test_passes_side_by_side_do_not_mix(device: torch.device, tmp_path: Path, mo
             ),
             "its weights are quantised",
         ),
+        (transformers.BloomConfig(architectures=["BloomForCausalLM"]), "its attention cannot be replaced"),
+        (transformers.Llama4TextConfig(architectures=["Llama4ForCausalLM"]), "layers of type 'chunked_attention'"),
+        (transformers.DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]), "keys and values have different size"),
     ],
-    ids=["encoder", "state", "masked", "images", "dynamic", "quantised"],
+    ids=["encoder", "state", "masked", "images", "dynamic", "quantised", "attention", "chunks", "latent"],
 )
 def test_models_that_cannot_run_are_refused(config: transformers.PreTrainedConfig, words: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
@@ -186,3 +192,40 @@ def test_code_that_attends_otherwise_is_refused(
     monkeypatch.setattr(kind, "forward", changed)
     with pytest.raises(ConfigError, match=f"Starcoder2ForCausalLM cannot run by transformers' code: {words}"):
         read(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda query, more: (query[:, :1], more), "heads of other numbers or sizes than its config says"),
+        (lambda query, more: (query, {**more, "softcap": 30.0}), "caps them in a way that its config does not say"),
+        (lambda query, more: (query, {**more, "s_aux": torch.ones(4)}), "its attention adds terms to scores"),
+    ],
+    ids=["heads", "cap", "sinks"],
+)
+def test_attention_of_which_the_config_says_nothing_is_refused(
+    change: Callable[..., Any], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+
+    def theirs(module: Any, query: torch.Tensor, *given: Any, **more: Any) -> Any:
+        query, more = change(query, more)
+        return ours(module, query, *given, **more)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, ATTENTION, theirs)
+    with pytest.raises(ConfigError, match=f"Starcoder2ForCausalLM cannot run by transformers' code: .*{words}"):
+        read(folder)
+
+
+def test_code_that_is_built_otherwise_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = transformers.Starcoder2ForCausalLM
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "get_output_embeddings", lambda self: None)
+        with pytest.raises(ConfigError, match="it has no table of embeddings, or no output head of one matrix"):
+            read(folder)
+    source, config = (found := resolve_model(str(folder))), load_config(found)
+    for change, words in (({"num_layers": 5}, "its layers cannot be found"), ({"vocab_size": 7}, "one number per tok")):
+        other = replace(config, **change)
+        backend = SdpaBackend(attention_shapes(other, page_size=PAGE_SIZE, dtype=torch.float32)[0], CPU)
+        with pytest.raises(ConfigError, match=words):
+            load_model(source, other, backend, device=CPU, dtype=torch.float32)

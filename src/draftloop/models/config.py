@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from draftloop.errors import ConfigError, nearest
+from draftloop.errors import ConfigError
 from draftloop.models.architectures import ACTIVATIONS, FAMILIES, Activation, LayerNorms, LayerType
 from draftloop.models.experts_config import ExpertsConfig
 from draftloop.models.quantisation import Quantisation, read_quantisation
@@ -142,11 +142,7 @@ class ModelConfig:
             raise ConfigError(f"the checkpoint's dtype is {self.dtype!r}; supported: {', '.join(DTYPES)}")
 
     def _check_architecture(self) -> None:
-        if self.architecture not in SUPPORTED:
-            raise ConfigError(
-                f"architecture {self.architecture!r} is not supported{nearest(self.architecture, SUPPORTED)} "
-                f"Supported: {', '.join(SUPPORTED)}"
-            )
+        assert self.architecture in SUPPORTED, self.architecture
 
     def _check_experts(self) -> None:
         if self.experts is None:

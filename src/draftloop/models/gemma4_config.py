@@ -49,10 +49,6 @@ class Gemma4Config(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.layer_types) != self.num_layers:
-            raise ConfigError(
-                f"layer_types names {len(self.layer_types)} of {self.num_layers} layers; it must name all"
-            )
         if not 0 <= self.num_kv_shared_layers <= self.num_layers:
             raise ConfigError(
                 f"num_kv_shared_layers is {self.num_kv_shared_layers} in the model's config; it must be in "
@@ -166,7 +162,7 @@ class Gemma4Config(ModelConfig):
             vocab_size=need("vocab_size"),
             hidden_size=need("hidden_size"),
             intermediate_size=need("intermediate_size"),
-            num_layers=len(kinds),
+            num_layers=need("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,

@@ -145,7 +145,10 @@ class Attention(torch.nn.Module):
         Scores are the same in any order. Raises ConfigError for quantised weights.
         """
         if isinstance(self.qkv_weight, QuantisedWeight):
-            raise ConfigError("rows of a quantised q, k and v cannot be reordered, as this model's rotation needs")
+            raise ConfigError(
+                "rows of a quantised q, k and v cannot be reordered, as this model's rotation needs; leave "
+                "quantization out, or take plain weights"
+            )
         head = torch.arange(self.head_dim)
         head[:num_turning] = head[:num_turning].view(-1, 2).t().flatten()
         starts = torch.arange(self.num_heads + self.num_kv_heads)[:, None] * self.head_dim

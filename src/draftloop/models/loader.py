@@ -165,13 +165,13 @@ def load_model(
     import torch
 
     from draftloop.distributed.group import ALONE
-    from draftloop.models.weights import check_kept, dequantise
+    from draftloop.models.weights import dequantise, warn_of_plain_layers
 
     max_positions = max_positions or config.max_position_embeddings
     ranks = {"group": group or ALONE, "engines": engines or ALONE}
     model = _decoder(config, backend, device=device, dtype=dtype, max_positions=max_positions, **ranks)
     if config.quantisation is not None:
-        check_kept(model, config.quantisation, config.architecture)
+        warn_of_plain_layers(model, config.architecture)
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
@@ -240,6 +240,5 @@ def fill_dummy(model: Decoder, *, seed: int) -> None:
 
 
 def _folder(source: ModelSource) -> Path:
-    if source.folder is None:
-        raise ConfigError(f"{source.name!r} is a shape without files; load_format must be 'dummy' for random weights")
+    assert source.folder is not None, "`resolve_model` takes a shape without files for random weights alone"
     return source.folder

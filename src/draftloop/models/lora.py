@@ -65,12 +65,8 @@ class Place(NamedTuple):
 
 
 def make_room(model: Decoder, *, num_adapters: int, rank: int) -> dict[str, Place]:
-    """Let every linear layer of a decoder have adapters, and say where, by the module's name from "layers." on.
-
-    Raises ConfigError for a model whose layers cannot have any.
-    """
-    if not isinstance(model, DenseDecoder):
-        raise cannot_adapt(model.config)
+    """Let every linear layer of a decoder have adapters, and say where, by the module's name from "layers." on."""
+    assert isinstance(model, DenseDecoder), "`check_lora` comes first"
     device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
     places: dict[str, Place] = {}
 
@@ -96,17 +92,12 @@ def make_room(model: Decoder, *, num_adapters: int, rank: int) -> dict[str, Plac
 def check_lora(config: ModelConfig, folders: Iterable[Path], *, max_rank: int) -> None:
     """What can be told before any weights are read. Raises ConfigError for a model or adapter that cannot be served."""
     if isinstance(config, FallbackConfig | Gemma4Config) or config.interleaved_rope:
-        raise cannot_adapt(config)
+        raise ConfigError(
+            f"enable_lora is set, but layers of {config.architecture} cannot have adapters; leave it out, or merge the "
+            "adapter into the model's weights"
+        )
     for folder in folders:
         read_lora_config(folder, max_rank=max_rank)
-
-
-def cannot_adapt(config: ModelConfig) -> ConfigError:
-    """The error about a model whose layers have no room for adapters."""
-    return ConfigError(
-        f"enable_lora is set, but layers of {config.architecture} cannot have adapters; leave it out, or merge the "
-        "adapter into the model's weights"
-    )
 
 
 def load_adapter(folder: Path, places: Mapping[str, Place], number: int, *, max_rank: int) -> None:

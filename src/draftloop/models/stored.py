@@ -235,5 +235,8 @@ def _groups(module: str, scheme: Scheme, size: int) -> int:
     if scheme.group_size == -1:
         return 1
     if size % scheme.group_size:
-        raise ConfigError(f"{module} has {size} input columns, which groups of {scheme.group_size} do not divide")
+        raise ConfigError(
+            f"{module} has {size} input columns, which groups of {scheme.group_size} do not divide; "
+            "check the group size in config.json"
+        )
     return size // scheme.group_size

@@ -10,7 +10,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from draftloop.errors import ConfigError
 from draftloop.kernels.linear_fp8 import Fp8Weight
 from draftloop.kernels.linear_int4 import Int4Weight
 from draftloop.kernels.quantised import Part, QuantisedWeight
@@ -101,15 +100,12 @@ def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, Memory]]:
                 yield f"{prefix}.{name}" if prefix else name, weight
 
 
-def check_kept(module: torch.nn.Module, quantisation: Quantisation, architecture: str) -> None:
-    """Say where a decoder has no quantised layers. Raises ConfigError where that was asked of it."""
-    if any(isinstance(part, QuantisedWeight) for part in module.modules()):
-        return
-    if quantisation.is_online:
-        raise ConfigError(
-            f"quantization is {quantisation.method!r}, but layers of {architecture} stay plain; leave it out"
+def warn_of_plain_layers(module: torch.nn.Module, architecture: str) -> None:
+    """Say where a decoder has no quantised layers, though its checkpoint is quantised."""
+    if not any(isinstance(part, QuantisedWeight) for part in module.modules()):
+        logger.warning(
+            "layers of %s run as plain ones, though the checkpoint is quantised: it saves no time", architecture
         )
-    logger.warning("layers of %s run as plain ones, though the checkpoint is quantised: it saves no time", architecture)
 
 
 def dequantise(module: torch.nn.Module, dtype: torch.dtype) -> None:
