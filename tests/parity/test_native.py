@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftloop.attention.sdpa import paged_attention
 from draftloop.graphs.tape import TapeRecorder
-from draftloop.kernels.linear import linear, linear_torch
+from draftloop.kernels.linear import linear, linear_invariant_cpu, linear_torch
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.native.build import BuildError, find_compiler
 from draftloop.kernels.native.functions import available, switched_off
@@ -20,6 +20,7 @@ from draftloop.kernels.norm_concat import norm_concat, norm_concat_torch
 from draftloop.kernels.rms_norm import add_rms_norm, add_rms_norm_torch, rms_norm, rms_norm_torch
 from draftloop.kernels.rope_write import rope_write, rope_write_torch
 from draftloop.kernels.silu_mul import silu_mul, silu_mul_torch
+from draftloop.kernels.widened import WIDENED_AT_ONCE
 
 INF, NAN = float("inf"), float("nan")
 MANY = settings(max_examples=25)
@@ -57,6 +58,48 @@ def test_linear(threads: int, tokens: int, columns: int, size: int, bias: bool, 
     assert native.takes_linear(x, weight, b)
     expected = linear_torch(x.double(), weight.double(), None if b is None else b.double())
     close(linear(x, weight, b), expected.float())
+
+
+@settings(parent=MANY, max_examples=60)
+@given(
+    tokens=st.integers(1, native.MAX_TOKENS) | st.sampled_from([17, 40]),
+    columns=st.integers(1, 90) | st.just(400),
+    size=st.integers(1, 200) | st.just(577),
+    bias=st.booleans(),
+    seed=SEEDS,
+)
+def test_bf16_weights_give_the_bits_of_float32_ones(
+    threads: int, tokens: int, columns: int, size: int, bias: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, narrow, b = torch.randn(tokens, size), torch.randn(columns, size).bfloat16(), None
+    if bias:
+        b = torch.randn(columns)
+    wide, out = narrow.float(), torch.empty(tokens, columns)
+    assert native.takes_linear(x, narrow, b) == (tokens <= native.MAX_TOKENS)
+    expected = linear(x, wide, b)
+    assert torch.equal(linear(x, narrow, b), expected)
+    assert torch.equal(linear(x, narrow, b, out_TN=out), expected)
+    assert torch.equal(linear_invariant_cpu(x, narrow, b), linear_invariant_cpu(x, wide, b))
+    with switched_off():
+        expected = linear(x, wide, b)
+        assert torch.equal(linear(x, narrow, b), expected)
+        assert torch.equal(linear_invariant_cpu(x, narrow, b), linear_invariant_cpu(x, wide, b))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_tokens_widen_large_bf16_weights_part_by_part(bias: bool) -> None:
+    x, weight, b = torch.randn(3, 40, 577), torch.randn(1000, 577).bfloat16(), torch.randn(1000) if bias else None
+    assert weight.numel() > 2 * WIDENED_AT_ONCE
+    close(linear(x, weight, b), linear_torch(x, weight.float(), b))
+
+
+def test_bf16_numbers_of_every_kind_are_widened_exactly() -> None:
+    """Infinities, NaN, subnormals and both zeros among them: all of the 65,536."""
+    weight = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)[:, None]
+    assert torch.equal(
+        linear(torch.ones(1, 1), weight)[0].nan_to_num(7.0), (0.0 + weight.float()[:, 0]).nan_to_num(7.0)
+    )
 
 
 @pytest.mark.parametrize(("columns", "size"), [(960, 576), (577, 1537)])

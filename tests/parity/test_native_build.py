@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 import subprocess
 import sys
@@ -171,8 +172,8 @@ def test_the_source_gives_no_warnings(tmp_path: Path) -> None:
 @NEEDS_COMPILER
 @pytest.mark.parametrize("machine", ["x86-64", "haswell", "skylake-avx512"])
 def test_the_source_compiles_for_other_vector_widths(tmp_path: Path, machine: str) -> None:
-    if not Path("/proc/cpuinfo").exists() or "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("not an x86 machine whose compiler knows these")
+    if platform.machine() != "x86_64":
+        pytest.skip("not a machine whose compiler knows these")
     other = {"-march=native": f"-march={machine}", "-O3": "-O1"}
     flags = [other.get(flag, flag) for flag in build.FLAGS]
     command = [*find_compiler(), *flags, "-Wall", "-Werror", str(build.SOURCE), "-o", str(tmp_path / "k")]

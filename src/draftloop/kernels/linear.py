@@ -24,6 +24,7 @@ from draftloop.kernels.linear_wide import Kind
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.native.functions import takes
 from draftloop.kernels.triton_import import gpu_name, jit, next_power_of_2, pdl_options, tl
+from draftloop.kernels.widened import is_narrow, widened_linear
 
 if TYPE_CHECKING:
     from draftloop.kernels.quantised import QuantisedWeight
@@ -306,15 +307,19 @@ def linear_invariant_triton(
 
 def linear_invariant_cpu(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """As many tokens at a time as the C kernel takes, which adds up each by itself; without it, token by token."""
-    if takes(x_TK, weight_NK, bias_N):
+    if takes(x_TK, bias_N, weight=weight_NK):
         parts = [native.linear(part_TK, weight_NK, bias_N) for part_TK in x_TK.split(native.MAX_TOKENS)]
     else:
-        parts = [F.linear(x_1K, weight_NK, bias_N) for x_1K in x_TK.split(1)]
+        project = widened_linear if is_narrow(weight_NK, x_TK.dtype) else F.linear
+        parts = [project(x_1K, weight_NK, bias_N) for x_1K in x_TK.split(1)]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, out_TN: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, [T, N], added up in fp32 and rounded once; written to `out_TN` if given."""
+    """`x @ weight.T + bias`, [T, N], added up in fp32 and rounded once; written to `out_TN` if given.
+
+    On a CPU a weight may be bf16 where x is float32 (kernels/widened.py).
+    """
     if not isinstance(weight_NK, Tensor):
         return weight_NK.linear(x_TK, bias_N, out_TN)
     if is_wanted():
@@ -331,6 +336,8 @@ def linear(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None = None, *, out
             return native.linear(x_TK, weight_NK, bias_N)
         native.linear_into(x_TK, weight_NK, bias_N, out_TN)
         return out_TN
+    if is_narrow(weight_NK, x_TK.dtype):
+        return widened_linear(x_TK, weight_NK, bias_N, out_TN)
     if out_TN is None:
         return F.linear(x_TK, weight_NK, bias_N)
     torch.mm(x_TK, weight_NK.T, out=out_TN)

@@ -11,6 +11,7 @@ from torch import Tensor
 from draftloop.kernels.native import ops as native
 from draftloop.kernels.native.functions import takes
 from draftloop.kernels.triton_import import jit, next_power_of_2, pdl_options, tl
+from draftloop.kernels.widened import embedding, is_narrow
 
 
 def norm_concat_torch(
@@ -133,8 +134,11 @@ def norm_concat(
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm` of each with its own weight, side by side, [T, 2H]; and the second as it went in, [T, H].
 
-    `first_T` and `second_T` (int32 or int64) say which row of each is token t's; None: row t.
+    `first_T` and `second_T` (int32 or int64) say which row of each is token t's; None: row t. The first may be a table
+    that is kept narrower than the second (kernels/widened.py).
     """
+    if first_T is not None and is_narrow(first_XH, second_YH.dtype):
+        first_XH, first_T = embedding(first_T, first_XH, second_YH.dtype), None
     taken = {"first_T": first_T, "second_T": second_T}
     if first_XH.is_cuda:
         return norm_concat_triton(first_XH, second_YH, first_weight_H, second_weight_H, eps, **taken)

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftloop.kernels.native.build import library
 
 _ARGUMENTS = {
-    "dl_linear": [c_void_p] * 4 + [c_int64] * 3 + [c_int],
+    "dl_linear": [c_void_p] * 4 + [c_int64] * 3 + [c_int] * 2,
     "dl_rms_norm": [c_void_p] * 3 + [c_int64] * 2 + [c_float],
     "dl_add_rms_norm": [c_void_p] * 5 + [c_int64] * 2 + [c_float],
     "dl_norm_concat": [c_void_p] * 5 + [c_int64] * 2 + [c_float],
@@ -24,6 +24,8 @@ _ARGUMENTS = {
     "dl_write_draft": [c_void_p] * 7 + [c_int64] * 4 + [c_int, c_int64],
     "dl_accept_block": [c_void_p] * 8 + [c_int64] * 6,
 }
+DTYPES = (torch.float32,)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 _CHECKED = ("dl_rope_write", "dl_paged_attention", "dl_row_tokens", "dl_write_draft", "dl_accept_block")
 """Functions that return whether all indices were good."""
 
@@ -57,12 +59,15 @@ def switched_off() -> Generator[None]:
         _off = before
 
 
-def takes(*tensors: Tensor | None) -> bool:
-    """Whether the kernels can work on these: float32, contiguous, on the CPU, no gradient wanted."""
-    for x in tensors:
+def takes(*tensors: Tensor | None, weight: Tensor | None = None) -> bool:
+    """Whether the kernels can work on these: float32, contiguous, on the CPU, no gradient wanted.
+
+    `weight`, of a linear layer, may be bf16 as well.
+    """
+    for x in (*tensors, weight):
         if x is None:
             continue
-        if x.device.type != "cpu" or x.dtype is not torch.float32 or not x.is_contiguous():
+        if x.device.type != "cpu" or x.dtype not in (WEIGHT_DTYPES if x is weight else DTYPES) or not x.is_contiguous():
             return False
         if x.requires_grad and torch.is_grad_enabled():
             return False

@@ -10,13 +10,16 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 // The widest vectors of this machine, and the tile of a matrix product whose sums fit its registers:
 // ROWS * TOKENS sums, ROWS weights and one input.
 #if defined(__AVX512F__)
 enum { LANES = 16, ROWS = 4, TOKENS = 6 };
 #elif defined(__AVX__)
-enum { LANES = 8, ROWS = 2, TOKENS = 4 };
+enum { LANES = 8, ROWS = 2, TOKENS = 6 };
 #else
 enum { LANES = 4, ROWS = 4, TOKENS = 4 };
 #endif
@@ -28,6 +31,9 @@ enum { AHEAD = 4096 };
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float vec_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // anywhere in memory
 typedef float vec4 __attribute__((vector_size(16)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint16_t halves_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
@@ -40,6 +46,18 @@ INLINE vec load(const float *p) { return *(const vec_at *)p; }
 INLINE void store(float *p, vec v) { *(vec_at *)p = v; }
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// a * b + sum, fused on every path where it is on any: what compilers fuse by themselves differs from loop to loop, and
+// a token's bits with it.
+INLINE vec multiply_add(vec a, vec b, vec sum) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return a * b + sum;
+#endif
+}
 
 // Sum of all lanes, by halves.
 INLINE float sum_of(vec v) {
@@ -93,59 +111,99 @@ INLINE float exp_of(float x) {
 
 // --- linear: out[T, N] = x[T, K] @ weight[N, K]^T + bias[N] ---
 
-// One tile. `rows` and `tokens` are constants where this is inlined, so that `sums` lives in registers.
-INLINE void linear_tile(const float *x, const float *weight, const float *bias, float *out, int64_t N, int64_t K,
-                        const int rows, const int tokens) {
-    vec sums[ROWS][TOKENS] = {{{0}}};
+// Weights are float32, or bf16 (`narrow`): the upper halves of float32, which are widened in registers. The sums are
+// those of the widened weights, bit for bit. `narrow`, `rows` and `tokens` are constants where these are inlined.
+
+INLINE const void *weight_at(const void *weight, int64_t i, const int narrow) {
+    return (const char *)weight + i * (narrow ? sizeof(uint16_t) : sizeof(float));
+}
+
+INLINE vec widened(halves bits) { return (vec)(__builtin_convertvector(bits, words) << 16); }
+
+INLINE vec load_weights(const void *p, const int narrow) {
+    return narrow ? widened(*(const halves_at *)p) : load(p);
+}
+
+// The last, fewer than LANES.
+INLINE vec load_last(const float *p, int64_t count) {
+    vec v = {0};
+    memcpy(&v, p, count * sizeof(float));
+    return v;
+}
+
+INLINE vec load_last_weights(const void *p, int64_t count, const int narrow) {
+    if (!narrow) return load_last(p, count);
+    halves bits = {0};
+    memcpy(&bits, p, count * sizeof(uint16_t));
+    return widened(bits);
+}
+
+// One tile, whose `sums` live in registers.
+INLINE void linear_tile(const float *x, const void *weight, const float *bias, float *out, int64_t N, int64_t K,
+                        const int narrow, const int rows, const int tokens) {
+    vec sums[ROWS][TOKENS] = {{{0}}}, w[ROWS];
     int64_t k = 0;
     for (; k + LANES <= K; k += LANES) {
-        vec w[ROWS];
         UNROLL for (int r = 0; r < rows; r++) {
-            w[r] = load(weight + r * K + k);
-            __builtin_prefetch(weight + r * K + k + AHEAD);
+            const char *at = weight_at(weight, r * K + k, narrow);
+            w[r] = load_weights(at, narrow);
+            __builtin_prefetch(at + AHEAD);
         }
         UNROLL for (int t = 0; t < tokens; t++) {
             vec input = load(x + t * K + k);
-            UNROLL for (int r = 0; r < rows; r++) sums[r][t] += w[r] * input;
+            UNROLL for (int r = 0; r < rows; r++) sums[r][t] = multiply_add(w[r], input, sums[r][t]);
+        }
+    }
+    if (k < K) {
+        UNROLL for (int r = 0; r < rows; r++)
+            w[r] = load_last_weights(weight_at(weight, r * K + k, narrow), K - k, narrow);
+        UNROLL for (int t = 0; t < tokens; t++) {
+            vec input = load_last(x + t * K + k, K - k);
+            UNROLL for (int r = 0; r < rows; r++) sums[r][t] = multiply_add(w[r], input, sums[r][t]);
         }
     }
     for (int t = 0; t < tokens; t++)
-        for (int r = 0; r < rows; r++) {
-            float total = sum_of(sums[r][t]);
-            for (int64_t i = k; i < K; i++) total += weight[r * K + i] * x[t * K + i];
-            out[t * N + r] = total + (bias ? bias[r] : 0.0f);
-        }
+        for (int r = 0; r < rows; r++) out[t * N + r] = sum_of(sums[r][t]) + (bias ? bias[r] : 0.0f);
 }
 
 // All tokens, by blocks: the rows of the weight come from memory for the first, and from the cache after that.
-INLINE void linear_rows(const float *x, const float *weight, const float *bias, float *out, int64_t T, int64_t N,
-                        int64_t K, const int rows) {
+INLINE void linear_rows(const float *x, const void *weight, const float *bias, float *out, int64_t T, int64_t N,
+                        int64_t K, const int narrow, const int rows) {
     for (int64_t t = 0; t < T; t += TOKENS, x += TOKENS * K, out += TOKENS * N) {
         switch (min(T - t, TOKENS)) {
-            case 1: linear_tile(x, weight, bias, out, N, K, rows, 1); break;
-            case 2: linear_tile(x, weight, bias, out, N, K, rows, 2); break;
-            case 3: linear_tile(x, weight, bias, out, N, K, rows, 3); break;
-            case 4: linear_tile(x, weight, bias, out, N, K, rows, 4); break;
-#if defined(__AVX512F__)
-            case 5: linear_tile(x, weight, bias, out, N, K, rows, 5); break;
-            case 6: linear_tile(x, weight, bias, out, N, K, rows, 6); break;
+            case 1: linear_tile(x, weight, bias, out, N, K, narrow, rows, 1); break;
+            case 2: linear_tile(x, weight, bias, out, N, K, narrow, rows, 2); break;
+            case 3: linear_tile(x, weight, bias, out, N, K, narrow, rows, 3); break;
+            case 4: linear_tile(x, weight, bias, out, N, K, narrow, rows, 4); break;
+#if defined(__AVX__)
+            case 5: linear_tile(x, weight, bias, out, N, K, narrow, rows, 5); break;
+            case 6: linear_tile(x, weight, bias, out, N, K, narrow, rows, 6); break;
 #endif
         }
     }
 }
 
-void dl_linear(const float *x_TK, const float *weight_NK, const float *bias_N, float *out_TN, int64_t T, int64_t N,
-               int64_t K, int threads) {
+INLINE void linear(const float *x_TK, const void *weight_NK, const float *bias_N, float *out_TN, int64_t T, int64_t N,
+                   int64_t K, const int narrow, int threads) {
     const int64_t whole = N / ROWS;
     // dynamic: a thread that other work keeps from running would hold up all others. Chunks of about 128 KB
-    const int64_t chunk = max(1, (1 << 15) / (ROWS * K));
+    const int64_t chunk = max(1, (narrow ? 1 << 16 : 1 << 15) / (ROWS * K));
 #pragma omp parallel for schedule(dynamic, chunk) num_threads(threads) if (threads > 1)
     for (int64_t block = 0; block < whole; block++) {
         int64_t n = block * ROWS;
-        linear_rows(x_TK, weight_NK + n * K, bias_N ? bias_N + n : 0, out_TN + n, T, N, K, ROWS);
+        linear_rows(x_TK, weight_at(weight_NK, n * K, narrow), bias_N ? bias_N + n : 0, out_TN + n, T, N, K, narrow,
+                    ROWS);
     }
     for (int64_t n = whole * ROWS; n < N; n++)
-        linear_rows(x_TK, weight_NK + n * K, bias_N ? bias_N + n : 0, out_TN + n, T, N, K, 1);
+        linear_rows(x_TK, weight_at(weight_NK, n * K, narrow), bias_N ? bias_N + n : 0, out_TN + n, T, N, K, narrow, 1);
+}
+
+void dl_linear(const float *x_TK, const void *weight_NK, const float *bias_N, float *out_TN, int64_t T, int64_t N,
+               int64_t K, int narrow, int threads) {
+    if (narrow)
+        linear(x_TK, weight_NK, bias_N, out_TN, T, N, K, 1, threads);
+    else
+        linear(x_TK, weight_NK, bias_N, out_TN, T, N, K, 0, threads);
 }
 
 // --- the small operations: serial, since threads would cost more than they save ---

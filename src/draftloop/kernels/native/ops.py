@@ -1,7 +1,7 @@
 """A layer's C kernels as torch operators, one op each on a tape; those of the row state are in `row_ops.py`.
 
-They take contiguous float32 tensors on the CPU (`takes`); the public functions in the files beside
-this folder pick them, and torch's operators for everything else.
+They take contiguous float32 tensors on the CPU, and bf16 weights of linear layers (`takes`); the public functions in
+the files beside this folder pick them, and torch's operators for everything else.
 
 Shape suffixes: T tokens, N output columns, K input columns, H hidden size, I inner size of the MLP, Q query
 heads, G key/value heads, D head size, L positions, P pages, S tokens per page, R entries, M rows of the
@@ -11,7 +11,7 @@ engine, N pages per row.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, empty, get_num_threads
+from torch import Tensor, bfloat16, empty, get_num_threads
 
 from draftloop.kernels.batch_invariance import is_wanted
 from draftloop.kernels.native.functions import c, pointer, takes
@@ -27,7 +27,7 @@ PARALLEL_WORK = 1 << 16
 
 def takes_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> bool:
     """Whether `linear` takes this layer."""
-    return x.dim() == 2 and 0 < x.shape[0] <= MAX_TOKENS and takes(x, weight_NK, bias_N)
+    return x.dim() == 2 and 0 < x.shape[0] <= MAX_TOKENS and takes(x, bias_N, weight=weight_NK)
 
 
 def takes_serial(x: Tensor, *others: Tensor) -> bool:
@@ -85,6 +85,7 @@ def _linear_into(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN:
         num_tokens,
         num_columns,
         size,
+        weight_NK.dtype is bfloat16,
         get_num_threads() if num_columns * size >= PARALLEL_WORK else 1,
     )
 
