@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Unpack
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
@@ -24,6 +23,7 @@ from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
+from draftloop.kernels.widened import embedding
 from draftloop.models.layers import Attention, DecoderLayer
 from draftloop.models.shards import Plain, shard, share
 from draftloop.models.weights import plain
@@ -89,7 +89,7 @@ class DFlashModel(AuxModel[DFlashConfig]):
     def forward(self, token_ids_R: Tensor, kv_L2PSGD: Tensor, batch: AttentionBatch) -> Tensor:
         """Run one block per row: a token, and masks after it. Returns [R, Q, C], which the output head reads."""
         eps, num_slots = self.config.model.rms_norm_eps, batch.max_query_len
-        embedded_R1C = F.embedding(token_ids_R, self.embed_tokens)[:, None]
+        embedded_R1C = embedding(token_ids_R, self.embed_tokens, self.dtype)[:, None]
         masks_RKC = self.mask_C.expand(token_ids_R.shape[0], num_slots - 1, -1)
         residual_TC, out = torch.cat([embedded_R1C, masks_RKC], 1).flatten(0, 1), None
         by_causality = {causal: replace(batch, causal=causal) for causal in set(self.config.causal_layers)}

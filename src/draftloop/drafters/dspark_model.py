@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.drafters.dspark_config import DSparkConfig, MarkovKind
 from draftloop.kernels.linear import linear
+from draftloop.kernels.widened import embedding
 from draftloop.models.layers import parameter
 
 
@@ -45,7 +45,7 @@ class DSparkHeads(torch.nn.Module):
         self, config: DSparkConfig, *, width: int, draft_vocab_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dtype = config, dtype
         shapes = config.shapes(width, draft_vocab_size)
 
         def make(name: str) -> torch.nn.Parameter | None:
@@ -69,7 +69,7 @@ class DSparkHeads(torch.nn.Module):
     def embed(self, token_ids_R: Tensor) -> Tensor:
         """[R, N]: tokens before a draft, as the heads read them. NO_DRAFT and ids past the table: any will do."""
         assert self.markov_w1 is not None
-        return F.embedding(token_ids_R.clamp(0, self.markov_w1.shape[0] - 1), self.markov_w1)
+        return embedding(token_ids_R.clamp(0, self.markov_w1.shape[0] - 1), self.markov_w1, self.dtype)
 
     def correct(self, previous_RN: Tensor, hidden_RC: Tensor, memory_RN: Tensor) -> tuple[Tensor, Tensor]:
         """[R, W] to be added to a draft's logits, and the memory of the next step."""

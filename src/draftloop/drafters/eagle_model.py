@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Unpack
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch
@@ -21,6 +20,7 @@ from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
 from draftloop.kernels.norm_concat import norm_concat
 from draftloop.kernels.rms_norm import Store, add_rms_norm, rms_norm
+from draftloop.kernels.widened import embedding
 from draftloop.models.layers import Attention, GatedMLP, parameter
 from draftloop.models.shards import Plain, share
 from draftloop.models.weights import plain
@@ -91,7 +91,7 @@ class EagleLayer(torch.nn.Module):
         if self.hidden_norm is None:
             return add_rms_norm(out, hidden_TC, self.input_norm, self.eps)
         normed_TC, hidden_TC = add_rms_norm(out, hidden_TC, self.hidden_norm, self.eps)
-        embedded_TC = F.embedding(ids_T, table_VC)
+        embedded_TC = embedding(ids_T, table_VC, hidden_TC.dtype)
         return self._wide(torch.cat([rms_norm(embedded_TC, self.input_norm, self.eps), normed_TC], -1), hidden_TC)
 
     def _wide(self, wide_TC: Tensor, hidden_TC: Tensor) -> Inputs:
@@ -158,7 +158,7 @@ class EagleHead(AuxModel[EagleConfig]):
         config, layers = self.config, self.eagle_layers
         if config.fuses_embedding:
             hidden_TC = hidden_XC if hidden_rows_T is None else hidden_XC[hidden_rows_T]
-            both_TC = torch.cat([F.embedding(ids_T, self.embed_tokens), hidden_TC], -1)
+            both_TC = torch.cat([embedding(ids_T, self.embed_tokens, self.dtype), hidden_TC], -1)
             hidden_XC, hidden_rows_T = linear(both_TC, self.fc, self.fc_bias), None
         x_TC, hidden_TC = layers[0].first_inputs(ids_T, self.embed_tokens, hidden_XC, hidden_rows_T)
         out = None
@@ -177,7 +177,7 @@ class EagleHead(AuxModel[EagleConfig]):
     def feed(self, ids_T: Tensor, hidden_TC: Tensor, kv_L2PSGD: Tensor, batch: AttentionBatch) -> None:
         """Leave the keys and values of such pairs in the caches of all layers, and compute nothing else."""
         if self.config.fuses_embedding:
-            both_TC = torch.cat([F.embedding(ids_T, self.embed_tokens), hidden_TC], -1)
+            both_TC = torch.cat([embedding(ids_T, self.embed_tokens, self.dtype), hidden_TC], -1)
             hidden_TC = linear(both_TC, self.fc, self.fc_bias)
         *before, last = zip(self.eagle_layers, kv_L2PSGD.unbind(0), strict=True)
         x_TC, hidden_TC = self.eagle_layers[0].first_inputs(ids_T, self.embed_tokens, hidden_TC, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from draftloop.errors import ConfigError
 from draftloop.models.fill import warn_of_rounding
 from draftloop.models.loader import DUMMY_STD
 from draftloop.models.shards import Plain, Shard, fill_random
+from draftloop.models.weights import keep_narrow
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,6 +24,10 @@ class Head(Protocol):
 
     target_ids_W: Tensor | None
     """int64: the target's id of each draft id, where the head has a vocabulary of its own."""
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """As a module has them."""
+        ...
 
     def destinations(self) -> Mapping[str, Plain]:
         """Plain tensor name -> the weight, or part of one, that it fills."""
@@ -37,6 +42,9 @@ def fill(head: Head, folder: Path, names: Mapping[str, str], *, vocab_size: int,
     """
     with open_weights(folder) as tensors:
         destinations = head.destinations()
+        narrow = {plain for plain in destinations if names[plain] in tensors.narrow}
+        if keep_narrow(head.parameters(), destinations, narrow):
+            destinations = head.destinations()
         warn_of_rounding({plain: (tensors.types[names[plain]], to.dtype) for plain, to in destinations.items()}, folder)
         for plain, destination in destinations.items():
             weight = tensors.read(names[plain])

@@ -16,6 +16,7 @@ from draftloop.drafters.gemma4_mtp_config import Gemma4AssistantConfig
 from draftloop.graphs.phase import Cost
 from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import rms_norm
+from draftloop.kernels.widened import embedding
 from draftloop.models.config import LayerType
 from draftloop.models.gemma4 import Gemma4Layer, make_kinds
 from draftloop.models.layers import parameter
@@ -81,7 +82,7 @@ class Gemma4Assistant(torch.nn.Module):
             return linear(normed_RC, self.embed_tokens)
         nearest = linear(normed_RC, self.centroids_NC).topk(self.config.num_nearest, dim=-1, sorted=False).indices
         ids_RZ = self.ids_NJ[nearest].flatten(1)
-        scores_RZ = (self.embed_tokens[ids_RZ] @ normed_RC.unsqueeze(-1)).squeeze(-1)
+        scores_RZ = (embedding(ids_RZ, self.embed_tokens, normed_RC.dtype) @ normed_RC.unsqueeze(-1)).squeeze(-1)
         nothing_RV = normed_RC.new_full((normed_RC.shape[0], self.embed_tokens.shape[0]), float("-inf"))
         return nothing_RV.scatter_(1, ids_RZ, scores_RZ)
 

@@ -53,7 +53,7 @@ class ModuleChain:
         first = modules[0]
         self.num_embedded = first.embed_tokens.shape[0]
         self.num_known = min(first.vocabulary.size, vocab_size)
-        self.width, dtype, device = first.config.model.hidden_size, first.fc.dtype, first.fc.device
+        self.width, dtype, device = first.config.model.hidden_size, first.final_norm.dtype, first.final_norm.device
         num_rows, num_kept = state.padding_row + 1, len(modules) + self.num_drafts
         self.kept_MHC = torch.zeros(num_rows, num_kept, self.width, dtype=dtype, device=device)
         """Per engine row, the target's state of position p at p % H."""

@@ -50,7 +50,7 @@ def _target_phases(
     caches: Sequence[tuple[Tensor, Tensor]],
     processors: Sequence[LogitsProcessor],
 ) -> list[Phase]:
-    state, vocabulary, dtype = target.state, target.model.vocabulary, target.model.lm_head.dtype
+    state, vocabulary, dtype = target.state, target.model.vocabulary, target.model.dtype
     tree = drafter.tree if drafter else DraftTree.chain(0)
     counts = drafter.counts if drafter else ()
     several = drafter is not None and len(drafter.drafters) > 1

@@ -53,6 +53,7 @@ from draftloop.models.decoder import cache_specs
 from draftloop.models.dense import DenseDecoder
 from draftloop.models.loader import (
     ModelSource,
+    bytes_per_weight,
     eos_token_ids,
     load_config,
     load_tokenizer,
@@ -169,7 +170,10 @@ def _build(
     # what is quantised, shared between engines, or laid out by transformers' code is not known before it is there
     is_plain = model_config.quantisation is None and config.quantization is None and ranks.engines is None
     if is_plain and model_config.architecture in SUPPORTED:
-        ledger.check_weights(layout.layers.num_parameters * layout.dtype.itemsize, config.model)
+        size = layout.dtype.itemsize
+        if group.size == 1:
+            size = bytes_per_weight(model_config, config.load_format, device=device, dtype=layout.dtype)
+        ledger.check_weights(layout.layers.num_parameters * size, config.model)
     model = load_target(
         config,
         source,

@@ -59,11 +59,11 @@ class PagedTarget:
         if not self.aux_layers:
             return {}
         width = (len(self.aux_layers) * self.model.config.hidden_size,)
-        return {"aux_hidden": Output(unit=Unit.TOKEN, dtype=self.model.lm_head.dtype, shape=width)}
+        return {"aux_hidden": Output(unit=Unit.TOKEN, dtype=self.model.dtype, shape=width)}
 
     def logits_output(self, unit: Unit) -> Output:
         """This rank's part of the logits."""
-        return Output(unit=unit, dtype=self.model.lm_head.dtype, shape=(self.model.vocabulary.width,))
+        return Output(unit=unit, dtype=self.model.dtype, shape=(self.model.vocabulary.width,))
 
     def _with_adapters(self, batch: AttentionBatch, rows: Tensor, num_per_row: int) -> AttentionBatch:
         if self.state.adapter_M is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from draftloop.distributed.group import ALONE, Group
 from draftloop.graphs.phase import Cost
+from draftloop.kernels.widened import embedding
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.models.config import CacheGroup, ModelConfig
 from draftloop.models.output_head import Vocabulary
@@ -118,7 +119,12 @@ class Decoder(torch.nn.Module, ABC):
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """[T] -> [T, C], as it enters the first layer."""
-        return torch.nn.functional.embedding(token_ids_T, self.embed_tokens)
+        return embedding(token_ids_T, self.embed_tokens, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations. Matrices may be kept narrower, see kernels/widened.py."""
+        return self.backend.shape.dtype
 
     @property
     def vocabulary(self) -> Vocabulary:

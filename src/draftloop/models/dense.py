@@ -150,7 +150,7 @@ class DenseDecoder(Decoder):
         if not mixtures:
             return cost
         one, per_expert = mixtures[0], sum(mixture.expert_size for mixture in mixtures)
-        num_here, expert_bytes = one.router.num_here, per_expert * self.embed_tokens.dtype.itemsize
+        num_here, expert_bytes = one.router.num_here, per_expert * one.gate_up_weight.dtype.itemsize
         return replace(
             cost,
             weight_bytes=cost.weight_bytes - num_here * expert_bytes,

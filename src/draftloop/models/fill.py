@@ -27,7 +27,7 @@ from draftloop.kernels.quantised import Part
 from draftloop.models.quantisation import Quantisation
 from draftloop.models.shards import QuantisedShard, Shard
 from draftloop.models.tensors import FLOAT_TYPES, Tensors, mtp_tensors, open_tensors
-from draftloop.models.weights import Destination
+from draftloop.models.weights import Destination, keep_narrow
 from draftloop.observability.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -54,10 +54,13 @@ class Loaded:
 
     num_bytes: int
     seconds: float
+    kept_narrow: bool = False
+    """Whether there are matrices that stay bf16 where passes compute in float32."""
 
     def __str__(self) -> str:
         rate = self.num_bytes / max(self.seconds, 1e-9) / 1e9
-        return f"{self.num_bytes / 2**30:.2f} GiB in {self.seconds:.1f} s, {rate:.1f} GB/s"
+        kept = "; bfloat16 matrices stay so" if self.kept_narrow else ""
+        return f"{self.num_bytes / 2**30:.2f} GiB in {self.seconds:.1f} s, {rate:.1f} GB/s{kept}"
 
 
 def fill_from_files(
@@ -65,9 +68,13 @@ def fill_from_files(
     files: Sequence[Path],
     *,
     quantisation: Quantisation | None = None,
+    may_narrow: bool = True,
     show_progress: bool | None = None,
 ) -> Loaded:
-    """Fill every weight. Raises ConfigError for tensors that are missing, unexpected or of another shape or type."""
+    """Fill every weight; `may_narrow`: having given matrices the type that they have in the files (`keep_narrow`).
+
+    Raises ConfigError for tensors that are missing, unexpected or of another shape or type.
+    """
     begin = time.perf_counter()
     device = model.embed_tokens.device
     with open_tensors(files, quantisation) as tensors:
@@ -80,6 +87,9 @@ def fill_from_files(
         skipped |= zero_biases | scales
         _check_kinds(tensors, destinations, quantisation)
         check_tensors(tensors, destinations, skipped, files[0].parent)
+        kept_narrow = may_narrow and keep_narrow(model.parameters(), destinations, tensors.narrow)
+        if kept_narrow:
+            destinations = model.destinations(tensors.shapes)
         plain = {name: to for name, to in destinations.items() if not isinstance(to, Part | QuantisedShard)}
         warn_of_rounding(
             {name: (tensors.types[name], to.dtype) for name, to in plain.items() if name not in tensors.stored},
@@ -103,7 +113,7 @@ def fill_from_files(
                 pass
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return Loaded(num_bytes=bytes_of(files), seconds=time.perf_counter() - begin)
+    return Loaded(num_bytes=bytes_of(files), seconds=time.perf_counter() - begin, kept_narrow=kept_narrow)
 
 
 def _num_threads(device: torch.device) -> int:

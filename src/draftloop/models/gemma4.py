@@ -23,6 +23,7 @@ from draftloop.kernels.gated_linear import gated_linear
 from draftloop.kernels.linear import linear
 from draftloop.kernels.rms_norm import add_rms_norm, rms_norm
 from draftloop.kernels.rope_write import rope_write
+from draftloop.kernels.widened import embedding
 from draftloop.models.config import LayerType
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches, attention_shapes, capped
 from draftloop.models.gemma4_config import Gemma4Config
@@ -258,7 +259,7 @@ class Gemma4Decoder(Decoder):
         self.own_scale = torch.tensor(own**0.5, dtype=dtype).item()
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        return F.embedding(token_ids_T, self.embed_tokens) * self.embed_scale
+        return embedding(token_ids_T, self.embed_tokens, self.dtype) * self.embed_scale
 
     def forward(
         self, token_ids_T: Tensor, caches: LayerCaches, batch: AttentionBatch, *, aux_layers: tuple[int, ...] = ()
@@ -285,7 +286,7 @@ class Gemma4Decoder(Decoder):
         size, count = self.gemma.layer_embedding_size, self.gemma.num_layers
         told_TE = linear(hidden_TC, self.own_projection_weight) * self.gemma.hidden_size**-0.5
         told = rms_norm(told_TE.view(-1, size), self.own_norm, self.gemma.rms_norm_eps)
-        token = F.embedding(token_ids_T, self.own_embed_tokens) * self.own_scale
+        token = embedding(token_ids_T, self.own_embed_tokens, self.dtype) * self.own_scale
         both = (told.view(-1, count, size) + token.view(-1, count, size)) * 2**-0.5
         return both.transpose(0, 1).contiguous()
 

@@ -130,6 +130,7 @@ def load_model(
     seed: int = 0,
     group: Group | None = None,
     engines: Group | None = None,
+    may_narrow: bool = True,
     show_progress: bool | None = None,
     report: Callable[[Loaded], None] | None = None,
 ) -> Decoder:
@@ -137,7 +138,9 @@ def load_model(
 
     Each rank of a `group` reads its own part (models/shards.py), for which `backend` attends; `engines` share experts.
 
-    Linear layers are quantised as `config` says, on a GPU; a CPU gets the plain weights that they stand for.
+    Linear layers are quantised as `config` says, on a GPU; a CPU gets the plain weights that they stand for. One that
+    computes in float32 keeps bf16 matrices as they are (models/weights.py, `keep_narrow`), which kernels/linear.py and
+    kernels/widened.py take; without `may_narrow`, and in parts of a model, every weight is of `dtype`.
     `max_positions` defaults to the model's own length. `show_progress` None shows a bar on terminals only; `report`
     is told how fast files were read. Raises ConfigError for missing, unexpected or misshapen tensors, before any is
     read.
@@ -175,7 +178,13 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, seed=seed)
     else:
-        loaded = fill_from_files(model, files, quantisation=config.quantisation, show_progress=show_progress)
+        loaded = fill_from_files(
+            model,
+            files,
+            quantisation=config.quantisation,
+            may_narrow=may_narrow and model.group.size == 1,
+            show_progress=show_progress,
+        )
         model.settle()
         if report is not None:
             report(loaded)
@@ -184,6 +193,14 @@ def load_model(
     elif config.quantisation is not None or group is not None:
         torch.cuda.empty_cache()  # what packing, or whole random weights, took is the cache's now
     return model
+
+
+def bytes_per_weight(config: ModelConfig, load_format: LoadFormat, *, device: torch.device, dtype: torch.dtype) -> int:
+    """What most weights of a model that is not divided will take, by the type that config.json names."""
+    from draftloop.kernels.native.functions import available
+
+    narrow = (config.dtype, load_format != "dummy", device.type, dtype.itemsize) == ("bfloat16", True, "cpu", 4)
+    return 2 if narrow and available() else dtype.itemsize
 
 
 def keeps_quantised(device: torch.device) -> bool:

@@ -67,7 +67,7 @@ class Place(NamedTuple):
 def make_room(model: Decoder, *, num_adapters: int, rank: int) -> dict[str, Place]:
     """Let every linear layer of a decoder have adapters, and say where, by the module's name from "layers." on."""
     assert isinstance(model, DenseDecoder), "`check_lora` comes first"
-    device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
+    device, dtype = model.embed_tokens.device, model.dtype
     places: dict[str, Place] = {}
 
     def room(prefix: str, parts: Mapping[str, int], weight: Memory) -> LoraStack:

@@ -8,7 +8,7 @@ fast: whoever reads such a tensor gets floats. Formats that make passes fast are
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,13 @@ class Tensors:
     """A tensor by its name in the files."""
     stored: Mapping[str, StoredWeight]
     """The quantised ones, but for 8-bit storage."""
+    scaled: Set[str]
+    """Those of 8-bit storage."""
+
+    @property
+    def narrow(self) -> set[str]:
+        """Those that are bf16 numbers in the files."""
+        return {name for name, kind in self.types.items() if kind == "BF16"} - self.stored.keys() - self.scaled
 
 
 @contextmanager
@@ -124,6 +131,7 @@ def plain_view(
         read=read,
         read_raw=read_raw,
         stored=stored,
+        scaled=scales.keys(),
     )
 
 

@@ -98,7 +98,13 @@ class TargetStates(States):
         shape = attention_shape(self.config, page_size=PAGE_SIZE, dtype=dtype)
         self.attention = PackedAttention(shape, device, compiled=compiled)
         self.model: Decoder = load_model(
-            source, self.config, self.attention, device=device, dtype=dtype, max_positions=row_tokens
+            source,
+            self.config,
+            self.attention,
+            device=device,
+            dtype=dtype,
+            max_positions=row_tokens,
+            may_narrow=False,  # training multiplies by the tables with torch
         )
         self.device, self.dtype = device, dtype
 
