@@ -65,8 +65,8 @@ def candidates(case: Case) -> list[Launch]:
     for block_m, block_n, warps, stages in itertools.product({16, whole}, (16, 32, 64), (1, 2, 4), (2, 3, 4, 5)):
         if block_m < whole and (stages != 3 or block_n == 16):
             continue  # rows' keys are read more than once: tried, not swept
-        if block_m * shape.head_dim > 2048 * warps:
-            continue  # its sums are more than half of a thread's registers
+        if block_m * (shape.head_dim + block_n) > 2560 * warps:
+            continue  # sums and scores are more than registers hold
         programs = shape.num_rows * -(-shape.query_len // (block_m // shape.group)) * shape.num_kv_heads
         most = min(MAX_SPLITS, -(-case.num_keys // block_n))
         splits = {max(1, min(most, shape.num_sms * per_sm // programs)) for per_sm in PROGRAMS_PER_SM}
@@ -114,10 +114,16 @@ class Sweep:
     def __init__(self, case: Case, pool: ThreadPoolExecutor, device: torch.device) -> None:
         self.case, self._pool = case, pool
         self.calls = attention(make_backend("triton", PAGE_SIZE, device), case)
-        self.compiled = {launch: self._compile(launch) for launch in candidates(case)}
+        self.compiled = self._compile(candidates(case))
 
-    def _compile(self, launch: Launch) -> Future[Tensor]:
-        return self._pool.submit(lambda: self.calls(launch)[0]())
+    def _compile(self, launches: Sequence[Launch]) -> dict[Launch, Future[Tensor]]:
+        """One kernel serves any number of splits, and one that does not split."""
+        kernels: dict[Launch, Future[Tensor]] = {}
+        for launch in launches:
+            kernel = launch._replace(num_splits=min(launch.num_splits, 2))
+            if kernel not in kernels:
+                kernels[kernel] = self._pool.submit(lambda launch=launch: self.calls(launch)[0]())
+        return {launch: kernels[launch._replace(num_splits=min(launch.num_splits, 2))] for launch in launches}
 
     @torch.inference_mode()
     def measure(self) -> dict[str, Any]:
@@ -128,7 +134,7 @@ class Sweep:
         results = [self._result(launch, expected) for launch in self.compiled]
         results.sort(key=_us)
         finalists = [Launch(*result["launch"])._replace(reads_early=True) for result in usable(results)[:FINALISTS]]
-        self.compiled |= {launch: self._compile(launch) for launch in finalists}
+        self.compiled |= self._compile(finalists)
         wait(self.compiled.values())
         results += [self._result(launch, expected) for launch in finalists]
         num_bytes = kv_bytes(shape.num_rows, num_keys) + 2 * expected.nbytes

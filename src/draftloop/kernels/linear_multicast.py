@@ -145,8 +145,11 @@ def find_kernel(tiles: MulticastTiles, num_tokens: int, kind: str, device: torch
         found = _kernels.get(key)
     if found is None:  # outside of the lock: kernels of different tiles compile side by side
         found = load_kernel(SOURCE, definitions, SOURCE.stem, device)
-        limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attributes = bindings().CUfunction_attribute
+        limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         ask("cuFuncSetAttribute", found, limit, tiles.memory_bytes(num_tokens))
+        # all that a multiprocessor has, also where a block takes a part
+        ask("cuFuncSetAttribute", found, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
         with _lock:
             found = _kernels.setdefault(key, found)
     return found
