@@ -147,8 +147,9 @@ def few_candidates(layer: Layer, tokens: int, kind: Kind, limit: int) -> list[Ti
         shared = (tiles.block_n + part) * tiles.block_k * DTYPE.itemsize * tiles.num_stages
         if layer.size % (tiles.block_k * tiles.splits) == 0 and shared <= TILES_SHARED_BYTES and programs >= 96:
             # what has been fastest: 4 warps, 32 to 128 KB under way, programs for each multiprocessor once or twice
-            unlikely = (tiles.num_warps != 4) + (not 32 << 10 <= shared <= 128 << 10) + (programs > 600)
-            found.append((unlikely, abs(tiles.num_stages - 4), -tiles.block_n, tiles))
+            many = programs > (300 if kind is Kind.SUMS else 600)
+            unlikely = (tiles.num_warps != 4) + (not 32 << 10 <= shared <= 128 << 10) + many
+            found.append((unlikely, (4, 5, 3).index(tiles.num_stages), -tiles.block_n, tiles))
     return [tiles for *_, tiles in sorted(found)[:limit]]
 
 
