@@ -259,7 +259,7 @@ linears() {
 
 batches() { # verification at 8 rows, a draft model's steps at 32, a draft head's, then what else has so many tokens
   local one_b=1b.gate_up,1b.down,1b.qkv,1b.o eight_b=gate_up,down,qkv,o limit=75 bench_with
-  gpu_tests gpu-tests-batches 45 -n "${WORKERS:-12}" -k small_layers tests/parity/test_linear_multicast.py
+  gpu_tests gpu-tests-batches 60 -n "${WORKERS:-12}" -k small_layers tests/parity/test_linear_multicast.py
   sweep wide few-linears --seconds 95 --candidates 8 --cells \
     48:$eight_b 32:$one_b 32:head.qkv,$eight_b 64:$one_b 48:head.qkv 16:$one_b 32:head.lm_head 48:head.fc
   sweep attention attention --seconds 35

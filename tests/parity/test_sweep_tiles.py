@@ -111,9 +111,10 @@ ROWS = [
 
 def test_what_serves_is_what_was_fastest(tables: None) -> None:
     printed = "\n".join(wide_view.entries(ROWS))
-    assert f"(4096, 4096, Kind.SUMS): {{\n    {Range(33, 48)}: {FEW},  # 8.0 us, without 10.0\n}}," in printed
+    found = "Range(33, 48): MulticastTiles(64, 2, 1, True, 6, 256, 227),  # 8.0 us, without 10.0"
+    assert f"(4096, 4096, Kind.SUMS): {{\n    {found}\n}}," in printed
     pair = Tiles(32, 128, 4, 4, 5), Tiles(64, 128, 4, 4, 5)
-    assert f"(4096, 4096, True): {pair}," in printed
+    assert "(4096, 4096, True): (Tiles(32, 128, 4, 4, 5), Tiles(64, 128, 4, 4, 5))," in printed
     assert "64, 64" not in printed
     before = linear_wide.MEASURED["NVIDIA H200"][4096, 4096, Kind.SUMS]
     wide_view.set_best(ROWS, "NVIDIA H200")
@@ -123,6 +124,27 @@ def test_what_serves_is_what_was_fastest(tables: None) -> None:
     assert linear_wide._measured("NVIDIA H200", 32, 4096, 4096, Kind.SUMS) is None
     for reach, tiles in before.items():
         assert linear_wide._measured("NVIDIA H200", reach.last, 4096, 4096, Kind.SUMS) == tiles
+
+
+def test_all_candidates_are_compiled_in_the_order_of_what_is_measured() -> None:
+    asked: list[tuple] = []
+
+    class Pool:
+        def submit(self, _, x: torch.Tensor, weight: torch.Tensor, kind: Kind, tiles: wide_candidates.Found) -> Future:
+            asked.append((x.shape[0], *weight.shape, kind, tiles))
+            return Future()
+
+    cells = sweep_wide.parse_cells(["48:gate_up,1b.o", "192:o"])
+    planned = sweep_wide.plan(cells, Pool(), 3, torch.device("meta"))  # pyrefly: ignore[bad-argument-type]
+    assert [(found.layer, found.tokens) for found in planned] == cells
+    assert len(asked) == sum(len(found.candidates) for found in planned)
+    assert list(dict.fromkeys(row[:3] for row in asked)) == [
+        (48, 28672, 4096),
+        (48, 2048, 2048),
+        (192, 4096, 4096),
+    ]
+    kernels_of = {row[0]: {type(other[4]) for other in asked if other[0] == row[0]} for row in asked}
+    assert kernels_of == {48: {Tiles, MulticastTiles}, 192: {WideTiles, MulticastTiles}}
 
 
 def test_cells() -> None:

@@ -204,7 +204,7 @@ def main() -> None:
     if args.entries:
         print("# kernels/attention_tiles.py")
         for shape, (launch, said) in best(json.loads(args.entries.read_text())["rows"]).items():
-            print(f"{shape}: {launch},  # {said}")
+            print(f"Shape{tuple(shape)}: Launch{tuple(launch)},  # {said}")
         return
     report, device = SweepReport(args.out, args.seconds), gpu()
     cases = [parse_case(text, sm_count(device)) for text in args.cases]

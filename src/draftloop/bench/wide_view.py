@@ -89,15 +89,21 @@ def few_entries(rows: list[dict[str, Any]]) -> dict[FewKey, tuple[Tiles, Tiles]]
     return {key: (few, more) for key, (few, more) in found.items()}
 
 
+def in_short(value: tuple) -> str:
+    """A named tuple as tables have it."""
+    return f"{type(value).__name__}{tuple(value)}"
+
+
 def entries(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Lines of the tables."""
     yield "# kernels/linear_wide.py"
     for (columns, size, kind), ranges in sorted(wide_entries(rows).items()):
         yield f"({columns}, {size}, Kind.{kind.name}): {{"
-        yield from (f"    {reach}: {tiles},  # {said}" for reach, (tiles, said) in ranges.items())
+        yield from (f"    {in_short(reach)}: {in_short(tiles)},  # {said}" for reach, (tiles, said) in ranges.items())
         yield "},"
     yield "# kernels/linear.py"
-    yield from (f"{key}: {pair}," for key, pair in sorted(few_entries(rows).items()))
+    for key, pair in sorted(few_entries(rows).items()):
+        yield f"{key}: ({', '.join(map(in_short, pair))}),"
 
 
 def set_best(rows: list[dict[str, Any]], gpu: str) -> None:
