@@ -21,7 +21,7 @@ static Block& of_cluster(int rank)
     return blocks[self->place + (rank - mine % CLUSTER) * step];
 }
 static void arrive_at(u32 at, u32 rank) { arrive_in(of_cluster(rank), at); }
-static void cluster_meets() { meet(of_cluster(0).cluster, CLUSTER * THREADS); }
+static void cluster_meets() { meet(of_cluster(0).cluster, CLUSTER * THREADS, races::CLUSTER_BARRIER); }
 
 struct Rows {  // a TensorMap
     const unsigned char* values;
@@ -36,13 +36,15 @@ static void copy_box(Block& block, u32 to, const TensorMap& map, int column, int
         const long row = line / 8 % rows.halves * (rows.rows / rows.halves) + first + line / 8 / rows.halves * 8 + line % 8;
         for (int part = 0; part < 8; part++) {
             unsigned char* there = block.memory + to + line * 128 + (part ^ line % 8) * 16;
+            races::copy_in(there, 16, block.memory + at);
+            races::Quiet quiet;
             if (row < rows.rows) memcpy(there, rows.values + (row * rows.columns + column + part * 8) * 2, 16);
             else memset(there, 0, 16);
         }
     }
     Barrier& barrier = block.barriers.at(at);
     barrier.bytes -= rows.box_rows * 128;
-    settle(barrier);
+    settle(block, at);
 }
 static void copy_tokens(u32 to, const TensorMap& map, int column, int row, u32 at, u64)
 {
@@ -74,9 +76,9 @@ template <int TILES> static void multiply_add(float (&sums)[TILES][4], u64 rows,
 static TensorMap given_weights, given_tokens;
 static Product given;
 
-extern "C" bool launch(int x, int y, int z, const Rows& weights, const Rows& tokens, const Product& product)
+extern "C" bool launch(int x, int y, int z, int seed, const Rows& weights, const Rows& tokens, const Product& product)
 {
     memcpy(&given_weights, &weights, sizeof weights), memcpy(&given_tokens, &tokens, sizeof tokens);
     given = product;
-    return run_blocks({x, y, z}, [] { multicast_linear(given_weights, given_tokens, given); });
+    return run_blocks({x, y, z}, [] { multicast_linear(given_weights, given_tokens, given); }, seed);
 }

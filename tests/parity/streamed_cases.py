@@ -53,6 +53,8 @@ CASES = [
     Case(Shape(128, 128, 1, 1, 128, INT4_ZEROS), 1, 16, [2, 1], [9, 3], uniform=False, num_sms=16),
     # blocks without rows of o and down
     Case(Shape(256, 384, 4, 1, 64, FP8), 2, 16, [2, 2], [9, 3], num_sms=6),
+    # more layers than there are sets of what is handed on
+    Case(Shape(64, 64, 1, 1, 64), 6, 16, [2], [20], num_sms=2),
 ]
 
 

@@ -9,8 +9,8 @@ constexpr int SHARED = SCRATCH_BYTES + SLOTS * SLOT_BYTES + SHARED_BYTES;
 
 static Pass given;
 
-extern "C" bool launch(int num_blocks, const Pass& pass)
+extern "C" bool launch(int num_blocks, int seed, const Pass& pass)
 {
     given = pass;
-    return run_blocks({num_blocks, 1, 1}, [] { streamed_pass(given); });
+    return run_blocks({num_blocks, 1, 1}, [] { streamed_pass(given); }, seed);
 }

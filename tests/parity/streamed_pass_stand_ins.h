@@ -2,7 +2,7 @@
 
 static unsigned char* shared_memory() { return here().memory; }
 static u32 address(const void* p) { return (unsigned char*)p - here().memory; }
-static void threads_meet(int threads) { meet(here().some, threads); }
+static void threads_meet(int threads) { meet(here().some, threads, races::NAMED_BARRIER); }
 static u32 nearest(float value)
 {
     const u32 bits = bits_of(value);
@@ -25,24 +25,30 @@ static float from_half(u32 bits)
 static float power_of_two(float x) { return exp2f(x); }
 static void rest() { give_way(); }
 
-static void settle(Barrier& barrier)
+static void settle(Block& block, u32 at)
 {
+    Barrier& barrier = block.barriers.at(at);
     // bytes that other blocks have asked for may come before they are expected
     if (barrier.missing < 0 || (!barrier.missing && barrier.bytes < 0)) abort();
     if (barrier.missing || barrier.bytes) return;
     barrier.phase ^= 1, barrier.missing = barrier.expected;
+    races::complete(block.memory + at);
 }
-static void init(u32 barrier, u32 count) { here().barriers[barrier] = {(int)count, (int)count, 0, 0}; }
-static void show_barriers_to_copies() {}
+static void init(u32 barrier, u32 count)
+{
+    here().barriers[barrier] = {(int)count, (int)count, 0, 0};
+    races::init(here().memory + barrier);
+}
+static void show_barriers_to_copies() { races::show_barriers(); }
 static void arrive_in(Block& block, u32 at)
 {
-    Barrier& barrier = block.barriers.at(at);
-    barrier.missing--;
-    settle(barrier);
+    races::arrive(block.memory + at);
+    block.barriers.at(at).missing--;
+    settle(block, at);
 }
 static void arrive(u32 at) { arrive_in(here(), at); }
 static Block& of_cluster(int rank) { return blocks[blockIdx.x / CLUSTER * CLUSTER + rank]; }
-static void cluster_meets() { meet(of_cluster(0).cluster, CLUSTER * THREADS); }
+static void cluster_meets() { meet(of_cluster(0).cluster, CLUSTER * THREADS, races::CLUSTER_BARRIER); }
 static void expect(u32 at, u32 bytes)
 {
     here().barriers.at(at).bytes += bytes;
@@ -51,7 +57,9 @@ static void expect(u32 at, u32 bytes)
 static bool is_past(u32 barrier, u32 parity)
 {
     give_way();
-    return here().barriers.at(barrier).phase != parity;
+    if (here().barriers.at(barrier).phase == parity) return false;
+    races::look(here().memory + barrier);
+    return true;
 }
 
 static u64 read_once() { return 0; }
@@ -70,39 +78,64 @@ static void copy_in(Block& block, u32 to, const TensorMap& map, const long (&fir
                           (first[3] + three) * all.strides[2];
         for (long part = 0; part < line_bytes; part += 16) {
             const u32 place = to + line * line_bytes + part;
-            memcpy(block.memory + (all.is_swizzled ? place ^ place / 128 % 8 * 16 : place),
-                   all.values + from * 2 + part, 16);
+            unsigned char* const there = block.memory + (all.is_swizzled ? place ^ place / 128 % 8 * 16 : place);
+            races::copy_in(there, 16, block.memory + at);
+            races::Quiet quiet;
+            memcpy(there, all.values + from * 2 + part, 16);
         }
     }
-    Barrier& barrier = block.barriers.at(at);
-    barrier.bytes -= lines * line_bytes;
-    settle(barrier);
+    block.barriers.at(at).bytes -= lines * line_bytes;
+    settle(block, at);
 }
 static void copy(u32 to, const TensorMap& map, int chunk, int row, u32 at, u64)
 {
     copy_in(here(), to, map, {0, row, 0, chunk}, at);
 }
 
-static void load(u32& x, const u32* p) { x = *p; }
-static void load(u32 (&x)[2], const u32* p) { x[0] = p[0], x[1] = p[1]; }
-static void load(uint4& x, const uint4* p) { x = *p; }
-static void store(u32* p, u32 x) { *p = x; }
-static void store(u32* p, u32 first, u32 second) { p[0] = first, p[1] = second; }
-static uint4 load_four(const uint4* p) { return *p; }
-static void copy_later(u32* to, const u32* from) { self->begun.push_back([=] { *to = *from; }); }
-static void copy_later(uint4* to, const uint4* from, bool zeros)
+template <class Words> static void load_words(Words& x, const void* p)
 {
-    self->begun.push_back([=] { *to = zeros ? uint4{} : *from; });
+    races::load_word(p, sizeof x);
+    races::Quiet quiet;
+    memcpy(&x, p, sizeof x);
 }
+static void load(u32& x, const u32* p) { load_words(x, p); }
+static void load(u32 (&x)[2], const u32* p) { load_words(x, p); }
+static void load(uint4& x, const uint4* p) { load_words(x, p); }
+static void store(u32* p, u32 x)
+{
+    races::store_word(p, 4);
+    races::Quiet quiet;
+    *p = x;
+}
+static void store(u32* p, u32 first, u32 second) { store(p, first), store(p + 1, second); }
+static uint4 load_four(const uint4* p) { return *p; }
+template <class Words> static void begin_copy(Words* to, const Words* from)  // of zeros, if from null
+{
+    races::copy_later(to, from, sizeof *to);
+    self->begun.push_back([=] {
+        races::Quiet quiet;
+        *to = from ? *from : Words{};
+    });
+}
+static void copy_later(u32* to, const u32* from) { begin_copy(to, from); }
+static void copy_later(uint4* to, const uint4* from, bool zeros) { begin_copy(to, zeros ? nullptr : from); }
 static void await_copies()
 {
     for (auto& copy : self->begun) copy();
     self->begun.clear();
+    races::await_copies();
 }
-static void add_released(u64* p, u64 more) { *p += more; }
+static void add_released(u64* p, u64 more)
+{
+    races::add_released(p);
+    races::Quiet quiet;
+    *p += more;
+}
 static u64 acquired(const u64* p)
 {
     give_way();
+    races::acquire_word(p);
+    races::Quiet quiet;
     return *p;
 }
 
@@ -115,9 +148,9 @@ static u32 load_half(u32 at)
 template <int N> static void show_address(u32 at, void (*take)(u32 (&)[N], const unsigned*), u32 (&b)[N])
 {
     warp().shown[threadIdx.x % 32] = at;
-    __syncwarp();
+    warp_meets();
     take(b, warp().shown);
-    __syncwarp();
+    warp_meets();
 }
 template <int N> static void load_matrices(u32 (&b)[N], u32 at)
 {
@@ -148,39 +181,55 @@ static void multiply_add(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b
                 mine.a[row + 8 * more][pair + half * 8 + i] = __uint_as_float(a[more][half] >> 16 * i << 16);
             mine.b[pair + half * 8 + i][row] = __uint_as_float(b[half] >> 16 * i << 16);
         }
-    __syncwarp();
+    warp_meets();
     for (int i = 0; i < 4; i++)
         for (int k = 0; k < 16; k++) sums[i] += mine.a[row + i / 2 * 8][k] * mine.b[k][pair + i % 2];
-    __syncwarp();
+    warp_meets();
 }
 static void forget(int&) {}
 static void forget(float&) {}
 template <int COUNT> static void keep_registers() {}
 template <int COUNT> static void take_registers() {}
 
-static float element(u64 descriptor, int row, int column)
+static u32 place_of(u64 descriptor, int row, int column)
 {
     const u32 start = (descriptor & 0x3fff) * 16, next_rows = (descriptor >> 32 & 0x3fff) * 16;
     if (descriptor >> 62 != 1) abort();
     const u32 at = start + row / 8 * next_rows + row % 8 * 128 + column * 2;
     if (at >= SHARED) abort();
+    return at ^ at / 128 % 8 * 16;
+}
+static float element(u64 descriptor, int row, int column)
+{
     unsigned short bits;
-    memcpy(&bits, here().memory + (at ^ at / 128 % 8 * 16), 2);
+    memcpy(&bits, here().memory + place_of(descriptor, row, column), 2);
     return __uint_as_float((u32)bits << 16);
 }
+static void read_later(u64 descriptor, int row, int half)  // 8 of 16 columns
+{
+    races::multiply_later(here().memory + place_of(descriptor, row, half * 8), 16, self->commitments + 1);
+}
 static void begin_products() {}
-static void commit_products() { self->committed.push_back(self->begun.size()); }
+static void commit_products() { self->committed.push_back(self->begun.size()), self->commitments++; }
 template <int YOUNGEST> static void await_products()
 {
     size_t done = 0;
     while (self->committed.size() > YOUNGEST) done = self->committed.front(), self->committed.pop_front();
-    for (size_t i = 0; i < done; i++) self->begun[i]();
+    {
+        races::Quiet quiet;
+        for (size_t i = 0; i < done; i++) self->begun[i]();
+    }
     self->begun.erase(self->begun.begin(), self->begun.begin() + done);
     for (size_t& count : self->committed) count -= done;
+    warp_meets();
+    races::await_products(self->commitments - self->committed.size());
 }
 template <int FIRST, int COUNT, int TILES>
 static void multiply_add_64(float (&sums)[TILES][4], u64 tokens, u64 weights)
 {
+    const int lane = threadIdx.x % 32;  // the warp's rows, and all columns, are read by it together
+    read_later(tokens, threadIdx.x / 32 % 4 * 16 + lane / 2, lane % 2);
+    for (int column = lane / 2; column < COUNT * 8; column += 16) read_later(weights, column, lane % 2);
     self->begun.push_back([&sums, tokens, weights] {
         const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
         for (int tile = 0; tile < COUNT; tile++)

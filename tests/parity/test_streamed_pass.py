@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,21 +24,12 @@ from streamed_cases import (
     name,
     run_pass,
 )
+from streamed_host import HostPass, find_weights
 from torch import Tensor
 
-from draftloop.attention.base import AttentionBatch
-from draftloop.attention.triton import TritonBackend
 from draftloop.kernels.batch_invariance import batch_invariant
 from draftloop.kernels.cuda_source import compile_source
-from draftloop.kernels.streamed_pass import (
-    SOURCE,
-    PassBatch,
-    PassWeights,
-    Scratch,
-    fill_in,
-    kernel_layers,
-    streamed_pass,
-)
+from draftloop.kernels.streamed_pass import SOURCE, streamed_pass
 from draftloop.kernels.streamed_plan import (
     BF16,
     FP8,
@@ -57,74 +45,24 @@ from draftloop.kernels.streamed_plan import (
     token_limit,
     trying,
 )
-from draftloop.kernels.tensor_map import Box
 from draftloop.models import dense, streamed
-from draftloop.models.dense import DenseDecoder
 from draftloop.models.quantisation import Quantisation, Scheme, online
 
 
-def find_weights(model: DenseDecoder, batch: AttentionBatch) -> PassWeights | None:
-    """What the kernel would read, had the decoder the backend that GPUs have."""
-    embedded_TC = torch.zeros(len(batch.positions_T), model.config.hidden_size, dtype=torch.bfloat16)
-    backend = TritonBackend(model.backend.shape, torch.device("cpu"))
-    return streamed.streamed_weights(
-        model.decoder_layers, model.final_norm, model.cos_sin_tables, embedded_TC, batch, backend
-    )
-
-
-def stand_in_map(box: Box) -> bytes:
-    """Four dimensions whatever there are."""
-    missing = (1,) * (4 - len(box.sizes))
-    numbers = (*box.sizes, *missing, *box.strides, *missing, *box.box, *missing, box.is_swizzled)
-    return b"".join(int(n).to_bytes(8, "little") for n in (box.tensor.data_ptr(), *numbers)).ljust(128, b"\0")
-
-
-@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
 @pytest.mark.parametrize("case", CASES, ids=name)
 @torch.inference_mode()
 def test_it_computes_the_same_as_fibers_on_the_host(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the instructions themselves, which have stand-ins, and their timing."""
-    device = torch.device("cpu")
-    model, batch = make_decoder(case, device), make_batch(case, device)
-    plan = make_plan(case.shape, case.num_sms)
-    assert plan is not None
-    here, library = Path(__file__).parent, tmp_path / "streamed_pass.so"
-    sizes = definitions(case.shape, plan, max_query_len=batch.max_query_len, page_size=case.page_size)
-    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-I", str(SOURCE.parent), "-I", str(here)]
-    options += [f"-D{name}={value}" for name, value in sizes.items()]
-    subprocess.run(["c++", *options, str(here / "streamed_pass_host.cpp"), "-o", str(library)], check=True)
-    launch = ctypes.CDLL(str(library)).launch
-    launch.restype = ctypes.c_bool
-
-    plain_cache = make_cache(case, batch, device)
-    cache = plain_cache.clone()
-    expected = run_pass(model, batch, plain_cache)
-    monkeypatch.setattr(streamed, "sm_count", lambda _: case.num_sms)
-    with trying(MAX_TOKENS):
-        weights = find_weights(model, batch)
-    assert weights is not None
-    assert weights.shape == case.shape
-    scratch = Scratch(case.shape, plan, device)
-    table = kernel_layers(weights, list(cache), plan, stand_in_map)
-    aligned = torch.zeros(len(table) + 64, dtype=torch.uint8)
-    start = -aligned.data_ptr() % 64
-    aligned[start:][: len(table)] = torch.frombuffer(bytearray(table), dtype=torch.uint8)
-
-    out, residuals = (
-        torch.full_like(expected[0], torch.nan),
-        torch.full((case.num_layers, *expected[0].shape), torch.nan),
-    )
-    residuals = residuals.bfloat16()
-    tables = PassBatch(**{name: getattr(batch, name) for name in PassBatch._fields})
-    for _ in range(2):  # counters go on from where they were
-        place = aligned.data_ptr() + start
-        one = fill_in(weights, place, scratch, expected[1], out, residuals, tables, plan.num_blocks)
-        before = out.clone()
-        assert launch(plan.num_blocks, ctypes.byref(one)), "blocks wait for ever"
-    assert torch.equal(bits(out), bits(before)), "who is faster changes results"
-    check(case, [out, expected[1], *residuals], expected, cache, plain_cache)
+    """All but the instructions themselves, which have stand-ins, and their timing. Barriers, fences and words order
+    every two accesses of which one writes."""
+    host = HostPass(case, tmp_path, monkeypatch)
+    before = host.out.clone()
+    for seed in range(2):  # counters go on from where they were
+        before.copy_(host.out)
+        assert not host.run(seed)
+    assert torch.equal(bits(host.out), bits(before)), "who is faster changes results"
+    check(case, host.found(), host.expected, host.cache, host.plain_cache)
 
 
 @pytest.mark.gpu

@@ -120,7 +120,8 @@ struct Squares {
         for (int i = 0; i < PARTS; i++)
             if (parts[i] == EMPTY) load(parts[i], from + i * 32 * TOKENS);
     }
-    // to be read when the block's warps have met
+    // To be read when the block's warps have met. Those without rows of o and down have not met since they read the last
+    // one; but the squares follow from what they scaled by it.
     __device__ void find_scale(Shared& shared, float eps, const Thread& me)
     {
         if (!are_there(parts)) look_until([&] { return look(me), are_there(parts); });
