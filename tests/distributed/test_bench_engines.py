@@ -11,6 +11,7 @@ import pytest
 from draftloop.bench import engines as bench
 from draftloop.bench.engines import Load, run_engines
 from draftloop.config.engine import EngineConfig
+from draftloop.distributed.replica import Replica
 from draftloop.errors import RankError
 from helpers import tiny_model
 
@@ -84,4 +85,21 @@ def test_an_engine_that_ends_or_says_nothing_is_named(monkeypatch):
     with pytest.raises(RankError, match="engine 1 has ended, last heard of: it starts"):
         next(bench._gather(receiving, loads))
     for one in (*receiving, pipes[0][1]):
+        one.close()
+
+
+def test_an_engine_that_fails_says_why():
+    loads = [Load(name="mixed", num_steps=8, prompt_tokens=200, output_tokens=1)]
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    config = EngineConfig.from_mapping(
+        model=tiny_model(), device="cpu", max_model_len=64, kv_cache_memory_bytes=1 << 20
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.log, "setup", lambda level: None)
+        bench._engine(config, Replica(rank=0, size=1), loads, sending)
+    with pytest.raises(
+        RankError, match=r"^engine 0 has failed: the prompt has \d+ tokens; with max_model_len 64 it may"
+    ):
+        next(bench._gather([receiving], loads))
+    for one in (receiving, sending):
         one.close()

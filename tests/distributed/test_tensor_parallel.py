@@ -303,6 +303,10 @@ def test_torchrun_must_have_started_as_many_processes(monkeypatch):
         gather(config, "cpu")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 'first'; they must be integers >= 0, as torchrun sets them"):
+        gather(config, "cpu")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 4, as torchrun has it, but the settings ask for 2 ranks"):
         gather(config, "cpu")
 

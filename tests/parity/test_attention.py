@@ -254,6 +254,7 @@ SHAPE = AttentionShape(
     [
         ({"head_dim": 72}, "head size 72"),
         ({"page_size": 8}, "page size 8"),
+        ({"dtype": torch.float64}, "dtype torch.float64"),
         ({"kv_dtype": torch.float16}, "cache dtype"),
         ({"num_kv_heads": 3}, "do not divide"),
     ],

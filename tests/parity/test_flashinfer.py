@@ -214,6 +214,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
         ({"page_size": 8}, "page size 8"),
         ({"dtype": torch.float32}, "dtype torch.float32"),
         ({"kv_dtype": torch.float16}, "cache dtype"),
+        ({"soft_cap": 30.0}, "soft-capping of scores, here at 30.0"),
         ({"num_kv_heads": 5}, "do not divide"),
     ],
 )

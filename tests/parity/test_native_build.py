@@ -179,3 +179,14 @@ def test_the_source_compiles_for_other_vector_widths(tmp_path: Path, machine: st
     command = [*find_compiler(), *flags, "-Wall", "-Werror", str(build.SOURCE), "-o", str(tmp_path / "k")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@NEEDS_COMPILER
+def test_a_file_that_cannot_be_loaded_twice_is_named(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(folder: Path) -> Path:
+        fresh.write_text("no library")
+        return fresh
+
+    monkeypatch.setattr(build, "build", damaged)
+    with pytest.raises(BuildError, match="cannot be loaded: "):
+        load(fresh)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import tempfile
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from draftloop import cli
 from draftloop.bench import server_overhead
 from draftloop.bench.server_overhead import GOAL
+from draftloop.errors import ConfigError
 
 
 def test_streaming_takes_less_of_a_core_than_allowed(tmp_path, capsys, monkeypatch):
@@ -31,3 +36,14 @@ def test_wrong_options_are_one_line(option, capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "server", *option.split()])
     assert f"{option.split()[0]} is {option.split()[1]}" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_or_refuses_is_named():
+    with tempfile.TemporaryFile() as log, subprocess.Popen(["false"]) as process:
+        log.write(b"no such port")
+        with pytest.raises(ConfigError, match="the server did not start:\nno such port"):
+            server_overhead._wait_until_ready(process, log)
+    answer = SimpleNamespace(status=404, read=lambda: b"no such route")
+    connection: Any = SimpleNamespace(request=lambda *_: None, getresponse=lambda: answer)
+    with pytest.raises(ConfigError, match="the server answered 404: no such route"):
+        next(server_overhead._stream(connection, "/nowhere", {}))

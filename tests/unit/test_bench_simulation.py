@@ -26,6 +26,7 @@ from draftloop.bench.simulation import (
     two_choices,
 )
 from draftloop.cli import bench_replicas, main
+from draftloop.errors import CapacityError, ConfigError
 
 EVEN = Costs(iteration_s=((1, 0.010),), prompt_token_s=0.001)
 
@@ -228,3 +229,14 @@ def test_real_replicas_are_held_against_their_simulation(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit):
         main([*command, "--out", str(out)])
     assert "the simulation's throughput is -" in capsys.readouterr().err
+
+
+def test_an_engine_that_fails_or_ends_is_an_error_of_one_line():
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    sending.send(CapacityError("the weights need 9 GiB"))
+    with pytest.raises(ConfigError, match="an engine has failed: the weights need 9 GiB"):
+        replicas._received(receiving)
+    sending.close()
+    with pytest.raises(ConfigError, match="an engine's process has ended; its log says why"):
+        replicas._received(receiving)
+    receiving.close()

@@ -6,6 +6,7 @@ import itertools
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,3 +86,13 @@ def test_memory_that_grows_and_pages_that_are_lost_are_found():
     traffic.fill()
     with pytest.raises(CapacityError, match="3 pages and 0 rows are held although nothing runs"):
         traffic.finish()
+
+
+def test_a_request_that_fails_ends_the_traffic(monkeypatch):
+    llm = make_engine()
+    traffic = Traffic(llm, longest_prompt=20, longest_answer=10, seed=0)
+    traffic.fill()
+    ended = SimpleNamespace(request_id=traffic._open[0], finish_reason="error", error="the model's logits are NaN")
+    monkeypatch.setattr(llm.engine.core, "step", lambda: [(ended, [])])
+    with pytest.raises(CapacityError, match="a request ended by 'error': the model's logits are NaN"):
+        traffic.step()

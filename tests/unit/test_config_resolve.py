@@ -122,3 +122,15 @@ def test_ladders_rise_and_reach_the_largest(most):
         assert ladder[-1] == most
         assert list(ladder) == sorted(set(ladder))
     assert dense_ladder(most)[: min(most, 32)] == tuple(range(1, min(most, 32) + 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "message"),
+    [
+        ({"cudagraph_mode": "PIECEWISE"}, {}, "iteration_graph is set, but cudagraph_mode 'PIECEWISE' has no full gra"),
+        ({}, {"host_drafter": True}, "iteration_graph is set, but this drafter works on the host between steps"),
+    ],
+)
+def test_an_iteration_graph_that_cannot_be_is_refused(settings, facts, message):
+    with pytest.raises(ConfigError, match=message):
+        settle({"iteration_graph": True, **settings}, **facts)

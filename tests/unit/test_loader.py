@@ -142,6 +142,9 @@ def test_pickles_run_nothing(pickled: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="as plain tensors"):
         load(resolve_model(str(pickled), load_format="pt"), load_format="pt")
     assert not (tmp_path / "made").exists()
+    torch.save({"lm_head.weight": torch.ones(2), "step": 7}, pickled / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="holds more than tensors by name; convert it to safetensors"):
+        load(resolve_model(str(pickled), load_format="pt"), load_format="pt")
 
 
 def test_missing_shard_is_named(folder: Path) -> None:

@@ -124,6 +124,11 @@ def test_dtype_in_both_spellings(key: str) -> None:
         ({"num_key_value_heads": 3}, ["num_heads is 4", "multiple of num_kv_heads, 3"]),
         ({"head_dim": 15}, ["head_dim is 15", "even"]),
         ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "'silu'"]),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, ["sliding_window is 0", ">= 1 or null"]),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+            ["use_bidirectional_attention is set", "supported: causal models"],
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantised ('gptq')", "bfloat16"]),
         ({"dtype": "float8_e4m3fn"}, ["'float8_e4m3fn'", "float32, bfloat16, float16"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "default, linear, llama3, yarn"]),

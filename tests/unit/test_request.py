@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 
+from draftloop.engine.check_request import RequestChecker
 from draftloop.errors import RequestError
 from draftloop.request import SamplingParams, StructuredOutputsParams
 from refused import OUT_OF_RANGE, leaves
@@ -78,3 +79,10 @@ def test_what_callers_naturally_pass_is_taken():
 )
 def test_only_what_changes_logits_makes_a_batch_pay_for_it(params, constrained):
     assert SamplingParams(**params).constrained is constrained
+
+
+def test_more_biased_ids_than_there_is_room_for_are_refused():
+    check = RequestChecker(vocab_size=2000, max_model_len=64, max_logprobs=0, tokenizer=None, processors=())
+    check.check(SamplingParams(logit_bias=dict.fromkeys(range(1024), 1.0)))
+    with pytest.raises(RequestError, match="logit_bias has 1025 token ids; at most 1024 are taken"):
+        check.check(SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)))

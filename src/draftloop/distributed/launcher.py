@@ -64,7 +64,11 @@ class Place:
             raise ConfigError(
                 f"RANK and WORLD_SIZE are set, as torchrun does, but {names} is not; set it, or unset both"
             )
-        rank, size, local = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        said = {name: environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        if not all(value.isdecimal() for value in said.values()):
+            found = ", ".join(f"{name} is {value!r}" for name, value in said.items())
+            raise ConfigError(f"{found}; they must be integers >= 0, as torchrun sets them, or all unset")
+        rank, size, local = map(int, said.values())
         return cls(rank=rank, size=size, local_rank=local)
 
 
