@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from blocks import wide_block
 from draftloop.config.speculative import SpeculativeConfig
+from draftloop.distributed.group import ALONE
+from draftloop.distributed.launcher import Ranks
 from draftloop.drafters.base import DRAFTERS, drafter_class, load_drafters
 from draftloop.errors import ConfigError
 from draftloop.scheduler.drafting import AdaptiveDrafts
@@ -213,3 +216,12 @@ def test_a_drafter_that_cannot_follow_is_refused():
     )
     with pytest.raises(ConfigError, match="adaptive"):
         drafter_class(spec)
+
+
+def test_engines_that_take_every_step_together_have_a_fixed_number_of_drafts():
+    ranks = Ranks(group=ALONE, device=torch.device("cpu"), engines=ALONE, steps=ALONE)
+    spec = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": True}
+    with pytest.raises(
+        ConfigError, match=r"engines that share experts .* leave adaptive and num_speculative_tokens_per"
+    ):
+        make_engine(speculative_config=spec, ranks=ranks)

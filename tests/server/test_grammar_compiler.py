@@ -79,6 +79,17 @@ def test_a_process_that_has_ended_meanwhile_is_replaced(compilers, tokenizer):
     assert (compilers._idle, killed) == ([alive], [dead])
 
 
+def test_a_process_that_ends_while_it_is_asked_says_so(compilers, tokenizer):
+    compilers.compile(StructuredOutputsParams(regex="a"), tokenizer, timeout_s=60)
+    popen = compilers._idle[-1]._popen
+    popen.kill()
+    popen.wait()
+    popen.poll = lambda: None  # pyrefly: ignore; it seems to live
+    with pytest.raises(ProcessLostError, match="the process that compiles grammars has ended"):
+        compilers.compile(StructuredOutputsParams(regex="b"), tokenizer, timeout_s=60)
+    assert compilers.compile(StructuredOutputsParams(regex="c"), tokenizer, timeout_s=60)
+
+
 def test_what_failed_for_want_of_time_is_tried_again_and_what_was_refused_is_not(monkeypatch):
     from servers import byte_model
 

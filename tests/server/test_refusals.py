@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from servers import EAGER, K, byte_model, limits, running
 
 from draftloop.server.errors import add_error_handlers
@@ -195,3 +197,15 @@ def test_no_request_is_an_internal_error(server, data):
     assert status in (200, 400, 404), answer
     if status != 200:
         assert json.loads(answer)["error"]["message"]
+
+
+def test_an_answer_whose_logits_are_nan_is_an_error_of_the_server(tmp_path):
+    folder = shutil.copytree(byte_model(), tmp_path / "nan")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with running(*EAGER, model=str(folder)) as server:
+        status, error = server.refusal(COMPLETIONS, {"prompt": [1, 7], "max_tokens": 2})
+        assert (status, error["type"]) == (500, "server_error")
+        assert "the model's logits after 2 tokens are NaN or infinite" in error["message"]
+        assert server.request("POST", COMPLETIONS, {"prompt": [1, 2], "max_tokens": 1})[0] == 200

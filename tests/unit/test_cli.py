@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from draftloop import cli
+from draftloop.bench.demo import follow
 from draftloop.config import EngineConfig
 from draftloop.config.fields import field_docs
 from draftloop.errors import ConfigError, RequestError
@@ -212,6 +213,28 @@ def test_chat_keeps_the_conversation(monkeypatch, capsys):
         [system["content"], "new"],
     ]
     assert "too long" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_a_conversation_with_the_status_that_shells_know(monkeypatch):
+    def interrupted(prompt: str = "") -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["chat"])
+    assert exit_.value.code == 130
+    assert FakeLLM.made[0].closed
+
+
+def test_an_answer_that_failed_is_an_error():
+    answer = CompletionOutput(index=0, text="one", token_ids=[1], finish_reason="error")
+    failed = RequestOutput(
+        request_id="0", prompt="x", prompt_token_ids=[1], outputs=[answer], finished=True, error="its logits are NaN"
+    )
+    said: list[str] = []
+    with pytest.raises(RequestError, match="its logits are NaN"):
+        follow([failed], said.append)
+    assert said == ["one", "\n"]
 
 
 @pytest.mark.parametrize("sizes", [["1,8"], ["1", "8"]])

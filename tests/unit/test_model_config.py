@@ -7,11 +7,13 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from draftloop.errors import ConfigError
 from draftloop.models.config import ARCHITECTURES, ModelConfig
 from draftloop.models.experts_config import ExpertsConfig
 from draftloop.models.presets import PRESETS
+from draftloop.models.rope import cos_sin_table
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -173,3 +175,10 @@ def test_importing_the_config_is_cheap() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_factors_for_heads_of_another_size_are_refused() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}
+    config = of("LlamaForCausalLM", rope_parameters={**rope, "original_max_position_embeddings": 64})
+    with pytest.raises(ConfigError, match="longrope has 3 factors in the model's config; heads have 8 frequencies"):
+        cos_sin_table(config.rope, head_dim=config.head_dim, max_positions=32, device=torch.device("cpu"))

@@ -170,7 +170,7 @@ class _Process:
 
     def kill(self) -> None:
         self._popen.kill()
-        with self._popen:  # closes the pipes, and waits
+        with contextlib.suppress(BrokenPipeError), self._popen:  # closes the pipes, where something may be left unsaid
             pass
 
 
