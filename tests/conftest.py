@@ -46,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-combination", action="store_true", help="run test matrices whole, not a selection")
     parser.addoption("--large-models", action="store_true", help="run what downloads hundreds of MB, for minutes")
     parser.addoption("--costs", action="store_true", help="say which files take the most processor time")
+    parser.addoption("--messages", action="store_true", help="say which errors and warnings no test brings about")
     parser.addoption("--traffic-examples", type=int, default=2, help="traffic tried for each drafter (state machine)")
 
 
@@ -56,6 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from costs import Costs
 
         config.pluginmanager.register(Costs())
+    if config.getoption("--messages") and not hasattr(config, "workerinput"):  # workers have begun with it
+        from messages import Messages
+
+        config.pluginmanager.register(Messages())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
