@@ -41,6 +41,7 @@ def test_wrong_options_are_one_line(option, capsys):
 def test_a_server_that_does_not_start_or_refuses_is_named():
     with tempfile.TemporaryFile() as log, subprocess.Popen(["false"]) as process:
         log.write(b"no such port")
+        process.wait()
         with pytest.raises(ConfigError, match="the server did not start:\nno such port"):
             server_overhead._wait_until_ready(process, log)
     answer = SimpleNamespace(status=404, read=lambda: b"no such route")

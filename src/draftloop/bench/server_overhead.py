@@ -115,14 +115,17 @@ def _server(rate: dict[str, float]) -> Generator[tuple[int, int]]:
 
 
 def _wait_until_ready(process: subprocess.Popen, log: Any) -> int:
-    end, text = time.monotonic() + START_S, ""
-    while time.monotonic() < end and process.poll() is None:
+    def said() -> str:
         log.seek(0)
-        text = log.read().decode(errors="replace")
+        return log.read().decode(errors="replace")
+
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and process.poll() is None:
+        text = said()
         if "ready after" in text and (found := re.search(r"listening at \S+:(\d+)", text)):
             return int(found[1])
         time.sleep(0.05)
-    raise ConfigError(f"the server did not start:\n{text}")
+    raise ConfigError(f"the server did not start:\n{said()}")
 
 
 def _cpu_s(pid: int) -> float:
