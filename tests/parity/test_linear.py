@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from draftloop.errors import ConfigError
 from draftloop.kernels import linear as module
 from draftloop.kernels.linear import (
     FEW_TOKENS,
@@ -251,3 +252,9 @@ def test_what_the_kernel_does_not_take_goes_to_cublas() -> None:
     assert torch.equal(linear(x.float(), weight.float()), F.linear(x.float(), weight.float()))
     assert torch.equal(linear(x[:, :130], weight[:, :130]), F.linear(x[:, :130], weight[:, :130]))
     assert linear(x[:0], weight).shape == (0, 256)
+
+
+def test_weights_past_offsets_of_32_bits_have_no_sums_that_ignore_the_batch() -> None:
+    x_TK, weight_NK = torch.empty(1, 2**15, device="meta"), torch.empty(2**16, 2**15, device="meta")
+    with pytest.raises(ConfigError, match=r"a layer of \(65536, 32768\) weights is too large .*; leave it out"):
+        module.linear_invariant_triton(x_TK, weight_NK)

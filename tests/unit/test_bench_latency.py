@@ -25,7 +25,7 @@ from draftloop.engine.llm import LLM
 from draftloop.errors import CapacityError, ConfigError
 from draftloop.graphs.phase import Cost, Phase, chain
 from example_drafters import example_configs
-from helpers import answers, assert_all_free, engine, greedy, prompts
+from helpers import answers, assert_all_free, engine, greedy, make_engine, prompts
 
 K = 3
 CEILING = Ceiling(bytes_per_s=1e9, flops_per_s=1e12)
@@ -213,6 +213,13 @@ def test_rows_that_do_not_fit_are_refused():
     ):
         pass
     assert_all_free(llm)
+    few = make_engine(kv_cache_memory_bytes=1 << 17, max_model_len=128, enforce_eager=True)
+    with (
+        pytest.raises(CapacityError, match=r"only \d of 3 rows of 128 tokens fit; raise .*--kv-cache-memory-bytes"),
+        SteadyBatch(few, 3, prompt_tokens=60, num_iterations=20),
+    ):
+        pass
+    assert_all_free(few)
     with pytest.raises(ConfigError, match="after a prompt of 700, but only 68 are left to max_model_len 768"):
         SteadyBatch(llm, 1, prompt_tokens=700, num_iterations=60)
 

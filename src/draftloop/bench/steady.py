@@ -133,8 +133,8 @@ class SteadyBatch:
     def _too_many(self, num_fitting: int) -> CapacityError:
         length = (self.core.scheduler.running or self.core.scheduler.waiting)[0].max_total
         return CapacityError(
-            f"only {num_fitting} of {self.rows} rows of {length} tokens fit; raise --max-num-seqs "
-            "or --gpu-memory-utilization, or measure smaller batches"
+            f"only {num_fitting} of {self.rows} rows of {length} tokens fit; raise --max-num-seqs, "
+            "--gpu-memory-utilization or --kv-cache-memory-bytes, or measure smaller batches"
         )
 
     def _check_room(self, room: int) -> None:
