@@ -159,7 +159,7 @@ def said() -> list[str]:
 from types import SimpleNamespace
 import ray
 from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
-from draftloop.errors import CapacityError
+from draftloop.errors import CapacityError, ConfigError
 from draftloop.server.ray_serve import _connect, build
 deployment = build({settings | {"served_model_name": ["a", "b"]}!r})._bound_deployment
 config, options, _ = deployment.init_args
@@ -176,12 +176,17 @@ def init(**options): raise Exception("The current node timed out")
 ray.init = init
 try: _connect(None)
 except CapacityError as error: print(error)
+def init(**options): raise ValueError("Invalid address format: nonsense")
+ray.init = init
+for address in "nonsense", "127.0.0.1:1":
+    try: _connect(address)
+    except ConfigError as error: print(error)
 """
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_a_configuration_file_of_rays_names_the_same_settings_and_queues_decide_how_many_replicas(said):
-    assert said[:-1] == [
+    assert said[:-3] == [
         "8 ('a', 'b') 16",
         "2 8",
         *["2.0", "8.0", "1.0"],
@@ -190,8 +195,11 @@ def test_a_configuration_file_of_rays_names_the_same_settings_and_queues_decide_
     ]
 
 
-def test_a_cluster_that_does_not_start_on_a_busy_machine_is_one_line(said):
-    assert said[-1] == "no Ray cluster could be started on this machine: The current node timed out"
+def test_a_cluster_that_does_not_start_or_is_not_there_is_one_line(said):
+    assert said[-3] == "no Ray cluster could be started on this machine: The current node timed out"
+    for line, address, why in zip(said[-2:], ("nonsense", "127.0.0.1:1"), ("Invalid address", "refused"), strict=True):
+        assert line.startswith(f"no Ray cluster can be reached at ray_address {address!r}")
+        assert why in line
 
 
 @pytest.mark.parametrize(

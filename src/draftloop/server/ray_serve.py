@@ -30,6 +30,8 @@ DEPLOYMENT = "engine"
 HEALTH_PERIOD_S = 2.0
 """Ray gives a replica up after three checks that fail."""
 CONSTRUCTOR_TRIES = 2
+CONNECT_S = 10.0
+"""How long a cluster's address has to answer."""
 PROXY_CALLBACK = "draftloop.server.ray_proxy.middlewares"
 ROUTERS: dict[str, dict[str, Any]] = {
     "least_loaded": {},  # Ray's own
@@ -162,14 +164,15 @@ def serve_replicas(
 def _connect(address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told of this cluster
     try:
+        if address is not None and re.fullmatch(r"[\w.-]+:\d+", address):  # ray would wait for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         ray.init(address=address or "local", include_dashboard=False if address is None else None)
-    except ConnectionError as error:
+    except Exception as error:  # ray raises just that where a node has not started within 30 s
+        if address is None:
+            raise CapacityError(f"no Ray cluster could be started on this machine: {error}") from error
         hint = "where it wants a token, set RAY_AUTH_MODE=token"
         raise ConfigError(f"no Ray cluster can be reached at ray_address {address!r} ({hint}): {error}") from error
-    except Exception as error:  # ray raises just that where a node has not started within 30 s
-        if address is not None:
-            raise
-        raise CapacityError(f"no Ray cluster could be started on this machine: {error}") from error
     # ray has set a handler of its own, which ends this process on the spot
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
