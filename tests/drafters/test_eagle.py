@@ -18,6 +18,8 @@ from heads import DRAFT_VOCAB, head_config, head_weights, step_by_step, tiny_hea
 from helpers import VOCAB, answering, answers, engine, greedy, oracle, prompts, run_through, tiny_model
 
 K = 5
+CLOSE = 5e-4
+"""Of the norm of the state behind K steps: the reference's own moves by 1.7e-4 where what it reads moves by 1e-6."""
 
 
 def two_layers(config: EagleConfig, wide: bool) -> EagleConfig:
@@ -87,7 +89,7 @@ def test_drafts_and_hidden_states_are_the_references_after_every_step(name):
             tokens = sequence.token_ids
             drafts, hidden, _ = other.chain(tokens, aux_states(config, tokens), K)
             assert state.drafts_MK[sequence.row].tolist() == drafts
-            assert (drafter.hidden_MC[sequence.row] - hidden).norm() < 1e-4 * hidden.norm()
+            assert (drafter.hidden_MC[sequence.row] - hidden).norm() < CLOSE * hidden.norm()
             lengths.update(i for i, steps in enumerate(sequence.acceptance_histogram) if steps)
 
     run_through(llm, check)
@@ -119,7 +121,7 @@ def test_the_reference_holds_on_each_device(device, method):
                     close.append(((ours - hidden).norm() / hidden.norm()).item())
     assert len(same) > 12
     assert sum(same) >= (0.8 if device == "cuda" else 1.0) * len(same)
-    assert max(close) < (2e-2 if device == "cuda" else 1e-4)
+    assert max(close) < (2e-2 if device == "cuda" else CLOSE)
     llm.close()
 
 

@@ -34,7 +34,7 @@ def checker() -> Path | None:
     probe = ["c++", "-fsanitize=thread", "-c", str(folder / "empty.cpp"), "-o", str(folder / "empty.o")]
     if subprocess.run(probe, capture_output=True).returncode:
         return None
-    subprocess.run([*OPTIONS, "-O1", "-c", str(HERE / "races.cpp"), "-o", str(folder / "races.o")], check=True)
+    subprocess.run([*OPTIONS, "-O2", "-c", str(HERE / "races.cpp"), "-o", str(folder / "races.o")], check=True)
     return folder / "races.o"
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from attention_cases import Case, backend, make
@@ -14,21 +12,8 @@ from draftloop.kernels.attention_tiles import LEAST_FIXED_SPLIT, MAX_FIXED_SPLIT
 from draftloop.kernels.batch_invariance import batch_invariant, is_wanted
 from draftloop.kernels.linear import MAX_TOKENS, linear_invariant_triton, residual_linear
 from draftloop.kernels.rms_norm import add_rms_norm_torch
-from draftloop.kernels.triton_import import INTERPRETED
 
-
-@pytest.fixture(autouse=True)
-def _every_sum_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the interpreter's products. BLAS, which it asks, may add up a row otherwise where it stands elsewhere."""
-    if not INTERPRETED:
-        return
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def create_dot(_: Any, a: TensorHandle, b: TensorHandle, sums: TensorHandle, *_options: Any) -> TensorHandle:
-        a_MK, b_KN = (operand.data.astype(np.float32) for operand in (a, b))
-        return TensorHandle(np.einsum("mk,kn->mn", a_MK, b_KN) + sums.data, sums.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+pytestmark = pytest.mark.usefixtures("sums_by_themselves")
 
 
 def dtypes(device: torch.device) -> list[torch.dtype]:

@@ -154,6 +154,7 @@ def test_experts(device: torch.device, tokens: int, num_experts: int, size: int,
     torch.testing.assert_close(combine_torch(reference, torch.float32), total, atol=4e-2, rtol=2e-2)
 
 
+@pytest.mark.usefixtures("sums_by_themselves")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_tokens_experts_do_not_depend_on_other_tokens(device: torch.device, dtype: torch.dtype) -> None:
     """Bit for bit, in whatever place of however many; nothing of a token that is no number reaches another."""
