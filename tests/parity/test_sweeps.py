@@ -50,7 +50,7 @@ def test_experts(small: torch.device) -> None:
         compiled = {(16, Tiles(32, 32, 1, 4, 3)): done()}
         sweep_experts.compile_one(layer, *compiled, weights, sweep_experts.routed(mixture, 1, small))
         row = sweep_experts.measure(layer, compiled, weights)
-        assert len(sweep_experts.usable(row)) == 1
+        assert len(sweep_experts.usable(row["results"])) == 1
         assert "T=3 " in "\n".join(sweep_experts.table(row))
         assert "(16, Tiles(block_n=32" in "\n".join(sweep_experts.entry(row))
 

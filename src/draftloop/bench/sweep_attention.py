@@ -25,7 +25,7 @@ from torch import Tensor
 from draftloop.attention.base import AttentionBackend
 from draftloop.bench import kernels
 from draftloop.bench.kernels import BYTES_PER_SECOND, attention_batches, kv_bytes, make_backend, time_us
-from draftloop.bench.sweep_report import SweepReport, gpu
+from draftloop.bench.sweep_report import GAIN, SweepReport, attempting, complaints, gpu, relative_error, usable
 from draftloop.kernels.attention_tiles import MAX_SPLITS, MEASURED, Launch, Shape
 from draftloop.kernels.linear import sm_count
 from draftloop.kernels.paged_attention import paged_attention_triton
@@ -36,10 +36,6 @@ CASES = ("8x6x768", "32x6x768", "32x1x768")
 PAGE_SIZE = 16
 PROGRAMS_PER_SM = (1, 2, 3, 4, 6)
 FINALISTS = 4
-MAX_ERROR = 1e-2
-"""Of the norm of the difference to what is launched today; larger: the kernel is wrong."""
-GAIN = 0.98
-"""A launch enters the table if it takes less than this share of the time without it."""
 
 
 class Case(NamedTuple):
@@ -148,13 +144,11 @@ class Sweep:
 
     def _result(self, launch: Launch, expected: Tensor) -> dict[str, Any]:
         result: dict[str, Any] = {"launch": list(launch)}
-        try:
+        with attempting(result):
             self.compiled[launch].result()
             calls = self.calls(launch)
-            result["error"] = ((calls[0]() - expected).float().norm() / expected.float().norm()).item()
+            result["error"] = relative_error(calls[0](), expected)
             result["us"] = time_us(calls, repeats=7)[0]
-        except Exception as failure:  # too many resources, most likely: no candidate
-            result["failed"] = repr(failure)[:300]
         return result
 
 
@@ -162,20 +156,12 @@ def _us(result: dict[str, Any]) -> float:
     return result.get("us", float("inf"))
 
 
-def usable(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [result for result in results if "us" in result and result["error"] < MAX_ERROR]
-
-
 def table(row: dict[str, Any]) -> Iterator[str]:
     shape, today = Shape(*row["shape"]), row["today_us"]
     yield f"{shape.num_rows} x {shape.query_len}, {row['keys']} keys: floor {row['floor_us']:.1f}, today {today:.2f} us"
     for result in usable(row["results"])[:6]:
         yield f"    {result['us']:6.2f} us {result['us'] / today:5.2f}  {Launch(*result['launch'])}"
-    for result in row["results"]:
-        if result.get("error", 0.0) >= MAX_ERROR:
-            yield f"    WRONG by {result['error']:.2g}: {Launch(*result['launch'])}"
-    if failed := [result for result in row["results"] if "failed" in result]:
-        yield f"    {len(failed)} failed, the first with {failed[0]['failed'][:160]}"
+    yield from complaints(row["results"], lambda result: str(Launch(*result["launch"])))
 
 
 def best(rows: Sequence[dict[str, Any]]) -> dict[Shape, tuple[Launch, str]]:

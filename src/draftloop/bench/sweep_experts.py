@@ -22,13 +22,11 @@ from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, time_us
 from draftloop.bench.quantised_candidates import IN_FLIGHT, NUM_SMS, SHARED_BYTES
-from draftloop.bench.sweep_report import SweepReport, gpu
+from draftloop.bench.sweep_report import SweepReport, attempting, gpu, usable
 from draftloop.kernels.linear import Tiles
 from draftloop.kernels.moe_experts import choose, down_triton, experts_torch, gate_up_triton
 from draftloop.kernels.moe_route import Router, Routes, route_triton
 
-MAX_ERROR = 1e-2
-"""Of the norm of the difference to the reference; larger: the kernel is wrong."""
 REROUTED = 12
 """Calls in a row, each with other tokens."""
 
@@ -157,7 +155,7 @@ def measure(layer: Layer, compiled: dict[tuple[int, Tiles], Future[None]], weigh
         calls[tokens] = x, [routed(mixture, tokens, device) for _ in range(REROUTED)]
     for tiles, future in compiled.items():
         result: dict[str, Any] = {"block_m": tiles[0], "tiles": list(tiles[1])}
-        try:
+        with attempting(result):
             future.result()
             result["error"] = error(layer, tiles, layer.tokens[-1], weights)
             result["us"] = {
@@ -171,8 +169,6 @@ def measure(layer: Layer, compiled: dict[tuple[int, Tiles], Future[None]], weigh
                 )[0]
                 for tokens, (x, every) in calls.items()
             }
-        except Exception as failure:  # too many resources, most likely: no candidate
-            result["failed"] = repr(failure)[:300]
         results.append(result)
     floors = {tokens: floor_us(layer, tokens, every) for tokens, (_, every) in calls.items()}
     results.sort(key=lambda result: sum(us / floors[tokens] for tokens, us in result.get("us", {0: math.inf}).items()))
@@ -188,24 +184,20 @@ def floor_us(layer: Layer, tokens: int, every: list[Routes]) -> float:
     return max(hit * numbers * DTYPE.itemsize / BYTES_PER_SECOND, operations / OPERATIONS_PER_SECOND) * 1e6
 
 
-def usable(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return [result for result in row["results"] if "us" in result and result["error"] < MAX_ERROR]
-
-
 def table(row: dict[str, Any]) -> Iterator[str]:
     floors = ", ".join(f"T={tokens} {floor:.1f}" for tokens, floor in row["floor_us"].items())
     yield f"{row['model']} {row['layer']}: floors {floors} us"
-    for result in usable(row)[:4]:
+    for result in usable(row["results"])[:4]:
         times = ", ".join(f"T={tokens} {us:.1f}" for tokens, us in result["us"].items())
         yield f"    {times} us  {result['block_m']} {Tiles(*result['tiles'])}  error {result['error']:.1e}"
     for result in row["results"]:
-        if result not in usable(row):
+        if result not in usable(row["results"]):
             yield f"    {result.get('failed', 'WRONG')}: {result['block_m']} {result['tiles']}"
 
 
 def entry(row: dict[str, Any]) -> Iterator[str]:
     """Of `MEASURED`: what takes the smallest multiple of the floors."""
-    for result in usable(row)[:1]:
+    for result in usable(row["results"])[:1]:
         key = (row["columns"], row["size"], row["gated"], row["tall"])
         times = ", ".join(f"{us:.1f} at {tokens}" for tokens, us in result["us"].items())
         yield f"    {key}: ({result['block_m']}, {Tiles(*result['tiles'])}),  # us: {times}"

@@ -34,7 +34,7 @@ from draftloop.bench.quantised_candidates import (
     Layer,
     candidates,
 )
-from draftloop.bench.sweep_report import SweepReport, gpu, run_bench
+from draftloop.bench.sweep_report import SweepReport, attempting, gpu, relative_error, run_bench
 from draftloop.bench.sweep_view import entries, table, usable, with_best
 from draftloop.kernels.linear_fp8 import Fp8Weight
 from draftloop.kernels.linear_int4 import Int4Weight
@@ -126,8 +126,7 @@ def measure(cell: Cell, copies: list[Copy], device: torch.device) -> dict[str, A
         expected = x.float() @ weight_NK.T
         if out.shape[-1] != layer.columns:
             expected = silu_mul(expected.to(DTYPE)).float()
-        out = out.sum(0) if out.dim() == 3 else out.float()
-        return ((out - expected).norm() / expected.norm()).item()
+        return relative_error(out.sum(0) if out.dim() == 3 else out, expected)
 
     def time_it(candidate: Candidate, tokens: int) -> float:
         x = torch.randn(tokens, layer.size, dtype=DTYPE, device=device)
@@ -140,15 +139,13 @@ def measure(cell: Cell, copies: list[Copy], device: torch.device) -> dict[str, A
     results = []
     for candidate, compiled in cell.candidates:
         result: dict[str, Any] = {"name": candidate.name, "tiles": list(candidate.tiles)}
-        try:
+        with attempting(result):
             compiled.result()
             found = error(candidate, x)
             result |= {"error": found, "limit": MAX_ERROR[candidate.accuracy]}
             if candidate.name == "engine":
                 result["limit"] = MAX_ERROR["rounded"]
             result["us"] = time_it(candidate, first)
-        except Exception as failure:  # too many resources, most likely: no candidate
-            result["failed"] = repr(failure)[:300]
         results.append((result, candidate))
     results.sort(key=lambda pair: pair[0].get("us", float("inf")))
     good = [pair for pair in results if pair[0] in usable([pair[0]])]

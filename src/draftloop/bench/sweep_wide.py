@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from draftloop.bench.kernels import BYTES_PER_SECOND, DTYPE, OPERATIONS_PER_SECOND, cold_weights, time_us
-from draftloop.bench.sweep_report import SweepReport, gpu
+from draftloop.bench.sweep_report import SweepReport, attempting, gpu, relative_error
 from draftloop.bench.wide_candidates import LAYERS, Found, Layer, candidates
 from draftloop.bench.wide_view import entries, table
 from draftloop.kernels import linear as few
@@ -128,12 +128,10 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
     for kind, tiles, compiled, by_tiles in cell.candidates:
         follow = followed(kind, layer.role, tokens, layer.columns, device)
         result: dict[str, Any] = {"kind": kind, "kernel": type(tiles).__name__, "tiles": list(tiles)}
-        try:
+        with attempting(result):
             compiled.result()
-            result["error"] = relative_error(by_tiles(x, weights[0]), expected, kind)
+            result["error"] = error_of(by_tiles(x, weights[0]), expected, kind)
             result["us"] = time_it(lambda weight, by=by_tiles, follow=follow: follow(by(x, weight)))
-        except Exception as failure:  # too many resources, most likely: no candidate
-            result["failed"] = repr(failure)[:300]
         results.append(result)
     results.sort(key=lambda result: result.get("us", float("inf")))
     num_bytes = (layer.columns * layer.size + tokens * (layer.size + layer.columns)) * DTYPE.itemsize
@@ -149,11 +147,11 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
     }
 
 
-def relative_error(out: Tensor, expected: Tensor, kind: str) -> float:
-    """Norm of the difference to today's output over the norm of that."""
-    out = out.sum(0) if kind == Kind.SUMS else out.float()
-    expected = (silu_mul(expected) if kind == Kind.GATED else expected).float()
-    return ((out - expected).norm() / expected.norm()).item()
+def error_of(out: Tensor, expected: Tensor, kind: str) -> float:
+    """Of a candidate's output, against the layer's plain one."""
+    return relative_error(
+        out.sum(0) if kind == Kind.SUMS else out, silu_mul(expected) if kind == Kind.GATED else expected
+    )
 
 
 def parse_cells(texts: Iterable[str]) -> list[tuple[Layer, int]]:

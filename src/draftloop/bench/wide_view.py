@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
+from draftloop.bench import sweep_report
+from draftloop.bench.sweep_report import GAIN, complaints
 from draftloop.bench.wide_candidates import NUM_SMS
 from draftloop.kernels import linear, linear_wide
 from draftloop.kernels.linear import FEW_TOKENS, MAX_TOKENS, Tiles
 from draftloop.kernels.linear_multicast import MulticastTiles
 from draftloop.kernels.linear_wide import AnyTiles, Kind, Range, WideTiles
 
-MAX_ERROR = 1e-2
-"""Of the norm of the difference to cuBLAS; larger: the kernel is wrong."""
-GAIN = 0.98
-"""Tiles enter a table if they take less than this share of the time without them."""
 KERNELS = tuple(tiles.__name__ for tiles in (WideTiles, MulticastTiles, Tiles))
 STREAMED_TOKENS = 8
 """Up to so many a pass is mostly one kernel: what was measured for more does not count there."""
@@ -30,11 +28,8 @@ def usable(row: dict[str, Any], *kernels: str, kind: str | None = None) -> list[
     """Results that are right, fastest first, of these kernels (none: all)."""
     return [
         result
-        for result in row["results"]
-        if "us" in result
-        and result["error"] < MAX_ERROR
-        and result["kernel"] in (kernels or KERNELS)
-        and kind in (None, result["kind"])
+        for result in sweep_report.usable(row["results"])
+        if result["kernel"] in (kernels or KERNELS) and kind in (None, result["kind"])
     ]
 
 
@@ -45,11 +40,7 @@ def table(row: dict[str, Any]) -> Iterator[str]:
     shown = [*usable(row)[:3], *(result for found in best for result in found)]
     for r in {id(result): result for result in shown}.values():
         yield f"    {r['us']:7.1f} us {r['us'] / today:5.2f}  {r['kind']:6} {r['kernel']}{tuple(r['tiles'])}"
-    for r in row["results"]:
-        if r.get("error", 0.0) >= MAX_ERROR:
-            yield f"    WRONG by {r['error']:.2g}: {r['kind']} {r['kernel']}{r['tiles']}"
-    if failed := [r for r in row["results"] if "failed" in r]:
-        yield f"    {len(failed)} failed, the first with {failed[0]['failed'][:160]}"
+    yield from complaints(row["results"], lambda r: f"{r['kind']} {r['kernel']}{r['tiles']}")
 
 
 def wide_entries(rows: list[dict[str, Any]]) -> dict[WideKey, dict[Range, tuple[AnyTiles, str]]]:
