@@ -263,7 +263,7 @@ batches() { # verification at 8 rows, a draft model's steps at 32, a draft head'
   sweep wide few-linears --seconds 95 --candidates 8 --cells \
     48:$eight_b 32:$one_b 32:head.qkv,$eight_b 64:$one_b 48:head.qkv 16:$one_b 32:head.lm_head 48:head.fc
   sweep attention attention --seconds 35
-  bench_with="draftloop.bench.best_tiles $(found --linears few-linears) $(found --attention attention) --"
+  bench_with="draftloop.bench.best_tiles $(found --linears few-linears) --"
   latency eagle3-8b-best llama-3.1-8b $(rows 32 8,32) -sc "$eagle3" --repeats 2
   bench_with="" latency eagle3-8b-today llama-3.1-8b $(rows 32 8,32) -sc "$eagle3" --repeats 2
   latency draft-model-8b-1b-best llama-3.1-8b $(rows 32 8,32) -sc "$(drafter draft_model llama-3.2-1b 4 3.0)" --repeats 2

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # compute-sanitizer (memcheck, racecheck) over the parity tests of every kernel, small shapes.
 #   tools/sanitize.sh OUT_FOLDER [SECONDS_FOR_EACH] [FILE...]
+# SANITIZER: another compute-sanitizer. Of 2025.3 (CUDA 13.0) racecheck fails itself when it is told a kernel's name; of
+# 2026.4 (13.5, package nvidia-cuda-sanitizer-api) it does not.
 # All files run side by side; one line each at the end, the logs are in the folder.
 set -uo pipefail
 out="${1:?folder for the logs}"
 limit="${2:-300}"
 shift $(($# < 2 ? $# : 2))
 python="${PYTHON:-python3}"
+sanitizer="${SANITIZER:-compute-sanitizer}"
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$out"
 files=("$@")
@@ -29,12 +32,13 @@ check() { # tool, file
   local name options=() caching=1 # else a read past the end of a tensor may still hit the allocator's block
   name="$1-$(basename "$2" .py)"
   [ "$1" != memcheck ] || options=(--report-api-errors no) # bindings ask for functions that a driver may lack
-  case "$2" in # torch's own kernels around these two take the time that there is; a capture cannot ask for memory
+  case "$2" in # torch's own kernels around these take the time that there is; a capture cannot ask for memory
     */test_streamed_pass.py) caching=0 options+=(--kernel-name kns=streamed_pass) ;;
     */test_linear_multicast.py) options+=(--kernel-name kns=multicast_linear) ;;
+    */test_cluster_attention.py) options+=(--kernel-name kns=cluster_attention) ;;
   esac
   PYTORCH_NO_CUDA_MEMORY_CACHING="$caching" \
-    timeout "$limit" compute-sanitizer --tool "$1" "${options[@]}" --error-exitcode 9 --print-limit 5 \
+    timeout "$limit" "$sanitizer" --tool "$1" "${options[@]}" --error-exitcode 9 --print-limit 5 \
     "$python" -m pytest "$2" -m gpu -k "$small" -p no:cacheprovider -p no:xdist >"$out/$name.log" 2>&1
   echo "$? $name: $(grep -E ' (passed|failed)' "$out/$name.log" | tail -n 1); $(grep 'ERROR SUMMARY\|RACECHECK SUMMARY' "$out/$name.log" | tail -n 1)" \
     >"$out/$name.txt"

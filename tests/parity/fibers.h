@@ -26,6 +26,7 @@ constexpr int STACK_BYTES = 32 << 10;
 
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct Index { int x = 0, y = 0, z = 0; };
 struct Gathering { int here = 0; long number = 0; };

@@ -63,8 +63,6 @@ static void copy_rows_to_all(u32 to, const TensorMap& map, int column, int eight
 {
     copy_to_all(to, map, column, eights * 8, at, mask);
 }
-static void await_kernel_in_front() {}
-static void let_next_kernel_start() {}
 static u64 read_often() { return 0; }
 template <int TILES> static void multiply_add(float (&sums)[TILES][4], u64 rows, u64 columns)
 {

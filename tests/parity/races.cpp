@@ -278,15 +278,14 @@ void copy_in(const void* to, size_t bytes, const void* barrier)
     if (!signal.is_shown && found.size() < ENOUGH) found.push_back("a barrier that copies were not shown");
     signal.is_shown = true;
 }
-void copy_later(const void* to, const void* from, size_t bytes)
+void copy_later(const void* to, const void* from, size_t bytes, unsigned commitment)
 {
-    const unsigned time = self().copied + 1;
-    if (from) access(from, bytes, READ, HERE, own(COPIES), time);
-    access(to, bytes, WRITE, HERE, own(COPIES), time);
+    if (from) access(from, bytes, READ, HERE, own(COPIES), commitment);
+    access(to, bytes, WRITE, HERE, own(COPIES), commitment);
 }
-void await_copies()
+void await_copies(unsigned commitments)
 {
-    if (forgotten != THREADS_COPIES) self().copied++;
+    if (forgotten != THREADS_COPIES) self().copied = commitments;
 }
 void multiply_later(const void* from, size_t bytes, unsigned commitment)
 {

@@ -45,9 +45,9 @@ void look(const void* barrier);  // that has completed
 void load_word(const void* at, size_t bytes);
 void store_word(const void* at, size_t bytes);
 void copy_in(const void* to, size_t bytes, const void* barrier);  // by the copy engine, which that barrier waits for
-void copy_later(const void* to, const void* from, size_t bytes);  // by this thread; from null: zeros
-void await_copies();
-// By this warp's tensor core; so many commitments are over when that is.
+// By this thread, from null: zeros; and by this warp's tensor core. So many commitments are over when that is.
+void copy_later(const void* to, const void* from, size_t bytes, unsigned commitment);
+void await_copies(unsigned commitments);
 void multiply_later(const void* from, size_t bytes, unsigned commitment);
 void await_products(unsigned commitments);
 }

@@ -24,6 +24,8 @@ static float from_half(u32 bits)
 }
 static float power_of_two(float x) { return exp2f(x); }
 static void rest() { give_way(); }
+static void await_kernel_in_front() {}
+static void let_next_kernel_start() {}
 
 static void settle(Block& block, u32 at)
 {
@@ -47,7 +49,7 @@ static void arrive_in(Block& block, u32 at)
     settle(block, at);
 }
 static void arrive(u32 at) { arrive_in(here(), at); }
-static Block& of_cluster(int rank) { return blocks[blockIdx.x / CLUSTER * CLUSTER + rank]; }
+static Block& of_cluster(int rank) { return blocks[self->place - blockIdx.x % CLUSTER + rank]; }
 static void cluster_meets() { meet(of_cluster(0).cluster, CLUSTER * THREADS, races::CLUSTER_BARRIER); }
 static void expect(u32 at, u32 bytes)
 {
@@ -111,7 +113,7 @@ static void store(u32* p, u32 first, u32 second) { store(p, first), store(p + 1,
 static uint4 load_four(const uint4* p) { return *p; }
 template <class Words> static void begin_copy(Words* to, const Words* from)  // of zeros, if from null
 {
-    races::copy_later(to, from, sizeof *to);
+    races::copy_later(to, from, sizeof *to, self->commitments + 1);
     self->begun.push_back([=] {
         races::Quiet quiet;
         *to = from ? *from : Words{};
@@ -119,11 +121,36 @@ template <class Words> static void begin_copy(Words* to, const Words* from)  // 
 }
 static void copy_later(u32* to, const u32* from) { begin_copy(to, from); }
 static void copy_later(uint4* to, const uint4* from, bool zeros) { begin_copy(to, zeros ? nullptr : from); }
-static void await_copies()
+static void commit() { self->committed.push_back(self->begun.size()), self->commitments++; }
+static void make_begun(size_t youngest)  // copies or products, but for so many commitments
 {
-    for (auto& copy : self->begun) copy();
-    self->begun.clear();
-    races::await_copies();
+    size_t done = 0;
+    while (self->committed.size() > youngest) done = self->committed.front(), self->committed.pop_front();
+    {
+        races::Quiet quiet;
+        for (size_t i = 0; i < done; i++) self->begun[i]();
+    }
+    self->begun.erase(self->begun.begin(), self->begun.begin() + done);
+    for (size_t& count : self->committed) count -= done;
+}
+static void commit_copies() { commit(); }
+template <int YOUNGEST> static void await_copies()
+{
+    make_begun(YOUNGEST);
+    races::await_copies(self->commitments - self->committed.size());
+}
+static void await_copies() { commit_copies(), await_copies<0>(); }
+static float2 load_pair_from(u32 at, u32 rank)
+{
+    float2 x;
+    memcpy(&x, of_cluster(rank).memory + at, sizeof x);
+    return x;
+}
+static float4 load_four_from(u32 at, u32 rank)
+{
+    float4 x;
+    memcpy(&x, of_cluster(rank).memory + at, sizeof x);
+    return x;
 }
 static void add_released(u64* p, u64 more)
 {
@@ -210,17 +237,10 @@ static void read_later(u64 descriptor, int row, int half)  // 8 of 16 columns
     races::multiply_later(here().memory + place_of(descriptor, row, half * 8), 16, self->commitments + 1);
 }
 static void begin_products() {}
-static void commit_products() { self->committed.push_back(self->begun.size()), self->commitments++; }
+static void commit_products() { commit(); }
 template <int YOUNGEST> static void await_products()
 {
-    size_t done = 0;
-    while (self->committed.size() > YOUNGEST) done = self->committed.front(), self->committed.pop_front();
-    {
-        races::Quiet quiet;
-        for (size_t i = 0; i < done; i++) self->begun[i]();
-    }
-    self->begun.erase(self->begun.begin(), self->begun.begin() + done);
-    for (size_t& count : self->committed) count -= done;
+    make_begun(YOUNGEST);
     warp_meets();
     races::await_products(self->commitments - self->committed.size());
 }

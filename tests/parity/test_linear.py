@@ -140,7 +140,8 @@ def test_add_rms_norm_takes_split_sums(run, device: torch.device, dtype: torch.d
 @pytest.mark.parametrize("may_split", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_choice(shape: tuple[int, int], may_split: bool, tokens: int) -> None:
-    """Tiles divide K and fit shared memory with the tokens; every SM gets work where the layer is wide enough."""
+    """Tiles divide K and fit shared memory with the tokens; every SM gets work where the layer is wide enough, unless
+    less was measured to be faster."""
     columns, size = shape
     tiles = choose(columns, size, 132, may_split=may_split, few=tokens == FEW_TOKENS)
     assert size % (tiles.block_k * tiles.splits) == 0
@@ -148,7 +149,7 @@ def test_choice(shape: tuple[int, int], may_split: bool, tokens: int) -> None:
     assert tiles.num_stages * (tiles.block_n + tokens) * tiles.block_k * 2 <= SHARED_BYTES
     programs = -(-columns // tiles.block_n) * tiles.splits
     # 64 tokens leave room for one program on an SM, and longer runs pay
-    assert programs >= (120 if tokens == FEW_TOKENS else 96) or columns < 2048
+    assert programs >= (120 if tokens == FEW_TOKENS else 96) or columns < 2048 or (*shape, may_split) in MEASURED
     assert programs <= 8 * 132 or columns > 100_000
 
 
@@ -156,7 +157,6 @@ def test_choice_of_measured_shapes() -> None:
     for (columns, size, may_split), both in MEASURED.items():
         for few, tiles in zip((True, False), both, strict=True):
             assert choose(columns, size, 132, may_split=may_split, few=few) == tiles
-        assert both[0].splits == both[1].splits, "K is split alike for any number of tokens"
 
 
 def test_cpu_goes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

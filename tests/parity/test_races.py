@@ -8,11 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from attention_cases import Case
+from cluster_attention_host import HostAttention
 from host_kernels import HostKernel
 from multicast_linear_host import HostLinear
 from streamed_cases import CASES
 from streamed_host import HostPass
 
+from draftloop.kernels.cluster_attention import Clusters
 from draftloop.kernels.linear_multicast import MulticastTiles
 from draftloop.kernels.linear_wide import Kind
 
@@ -73,6 +76,12 @@ MULTICAST = {
     "products": "read by products .* then written by the copy engine",
 }
 
+ATTENTION = {
+    "cluster_barrier": "written by thread .* then read by thread",
+    "syncthreads": "read by thread .* then written by a copy of thread|written by thread .* then read by thread",
+    "threads_copies": "written by a copy of thread .* then read by thread",
+}
+
 
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostPass]:
@@ -88,6 +97,13 @@ def multicast(tmp_path_factory: pytest.TempPathFactory) -> HostLinear:
     return HostLinear(x, weight, bias, Kind.GATED, tiles, tmp_path_factory.mktemp("multicast"))
 
 
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> HostAttention:
+    """Of more keys than there are stages for."""
+    case = Case(lens=((2, 450),), heads=2, kv_heads=1, uniform=True)
+    return HostAttention(case, Clusters(2), tmp_path_factory.mktemp("attention"))
+
+
 @pytest.mark.parametrize("forgotten", STREAMED)
 def test_a_pass_needs_each_kind_of_order(streamed: HostPass, forgotten: str) -> None:
     found = streamed.run(0, forgotten)
@@ -98,3 +114,10 @@ def test_a_pass_needs_each_kind_of_order(streamed: HostPass, forgotten: str) -> 
 def test_a_linear_needs_each_kind_of_order(multicast: HostLinear, forgotten: str) -> None:
     found = multicast.run(0, forgotten)
     assert any(re.search(MULTICAST[forgotten], one) for one in found), found
+
+
+@pytest.mark.parametrize("forgotten", ATTENTION)
+def test_attention_needs_each_kind_of_order(attention: HostAttention, forgotten: str) -> None:
+    assert not attention.run(0)
+    found = attention.run(0, forgotten)
+    assert any(re.search(ATTENTION[forgotten], one) for one in found), found

@@ -7,14 +7,15 @@ import itertools
 import json
 import operator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from draftloop.bench import best_tiles, kernels, sweep_attention, sweep_wide, wide_candidates, wide_view
-from draftloop.kernels import attention_tiles, linear, linear_wide
-from draftloop.kernels.attention_tiles import Launch, Shape, choose_tiles
+from draftloop.kernels import linear, linear_wide
+from draftloop.kernels.cluster_attention import Clusters
 from draftloop.kernels.linear import Tiles
 from draftloop.kernels.linear_multicast import MulticastTiles
 from draftloop.kernels.linear_wide import Kind, Range, WideTiles
@@ -46,8 +47,6 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the kernels may be changed."""
     monkeypatch.setattr(linear, "MEASURED", dict(linear.MEASURED))
     monkeypatch.setattr(linear_wide, "MEASURED", {gpu: dict(of_gpu) for gpu, of_gpu in linear_wide.MEASURED.items()})
-    monkeypatch.setattr(attention_tiles, "MEASURED", {})
-    monkeypatch.setattr(sweep_attention, "MEASURED", attention_tiles.MEASURED)
     for cached in (linear.choose, linear_wide._measured):
         cached.cache_clear()
 
@@ -87,6 +86,7 @@ FEW = MulticastTiles(64, 2, 1, True, 6)
 ROWS = [
     # one kernel is faster at 48 tokens, the other at 32; what is wrong never wins
     {
+        "layer": "o",
         "columns": 4096,
         "size": 4096,
         "tokens": 48,
@@ -98,6 +98,7 @@ ROWS = [
         ],
     },
     {
+        "layer": "o",
         "columns": 4096,
         "size": 4096,
         "tokens": 32,
@@ -105,7 +106,16 @@ ROWS = [
         "results": [result(Kind.SUMS, Tiles(32, 128, 4, 4, 5), 8.5), result(Kind.SUMS, FEW, 9.0)],
     },
     # no gain
-    {"columns": 64, "size": 64, "tokens": 48, "today_us": 8.1, "results": [result(Kind.PLAIN, FEW, 8.0)]},
+    {"layer": "o", "columns": 64, "size": 64, "tokens": 48, "today_us": 8.1, "results": [result(Kind.PLAIN, FEW, 8.0)]},
+    # faster at 32 tokens, but not measured above
+    {
+        "layer": "qkv",
+        "columns": 96,
+        "size": 256,
+        "tokens": 32,
+        "today_us": 8.0,
+        "results": [result(Kind.SUMS, Tiles(32, 128, 4, 4, 5), 6.0)],
+    },
 ]
 
 
@@ -116,6 +126,7 @@ def test_what_serves_is_what_was_fastest(tables: None) -> None:
     pair = Tiles(32, 128, 4, 4, 5), Tiles(64, 128, 4, 4, 5)
     assert "(4096, 4096, True): (Tiles(32, 128, 4, 4, 5), Tiles(64, 128, 4, 4, 5))," in printed
     assert "64, 64" not in printed
+    assert "(96, 256, True)" not in printed
     before = linear_wide.MEASURED["NVIDIA H200"][4096, 4096, Kind.SUMS]
     wide_view.set_best(ROWS, "NVIDIA H200")
     assert linear.choose(4096, 4096, 132, may_split=True, few=True) == pair[0]
@@ -168,56 +179,64 @@ def test_triton_candidates_fit() -> None:
                     assert layer.size % (tiles.block_k * tiles.splits) == 0
 
 
-def test_attention(small: torch.device, tables: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = sweep_attention.parse_case("1x2x40", 8)
-    launches = [Launch(16, 16, 2, 3, 2), Launch(16, 32, 2, 3, 1)]
-    monkeypatch.setattr(sweep_attention, "candidates", lambda _: launches)
-    monkeypatch.setattr(sweep_attention, "FINALISTS", 1)
+def test_attention(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where no clusters run, in the place of two the kernel that serves, and in that of another nothing."""
+    case = sweep_attention.parse_case("2x2x40")
+    tried = [Clusters(1), Clusters(2), Clusters(3, 3)]
+    monkeypatch.setattr(sweep_attention, "candidates", lambda _: tried)
     with ThreadPoolExecutor(1) as pool:
-        sweep = sweep_attention.Sweep(case, pool, small)
-        row = sweep.measure()
-    usable = sweep_attention.usable(row["results"])
-    assert len(usable) == len(row["results"]) == 3, row
-    assert {Launch(*found["launch"]).reads_early for found in usable} == {False, True}
-    assert "1 x 2, 40 keys: floor" in "\n".join(sweep_attention.table(row))
-    if small.type == "cpu":
-        sweep_attention.set_best([row])
-        launch = Launch(*usable[0]["launch"])
-        shape = {"num_rows": 1, "query_len": 2, "group": 2, "num_kv_heads": 2, "head_dim": 64, "num_sms": 8}
-        tiles = choose_tiles(num_tokens=2, itemsize=2, max_keys=8192, **shape)
-        assert tiles == launch.tiles(case.shape, 8192)
-        assert choose_tiles(num_tokens=2, itemsize=2, max_keys=8192, **shape, invariant=True) != tiles
+        if small.type == "cpu":
+            attend = sweep_attention.make_backend("triton", 16, small)
+
+            def in_their_place(q: torch.Tensor, kv: torch.Tensor, *rest: torch.Tensor, **named: object) -> None:
+                if named["clusters"] == tried[2]:
+                    rest[-1].zero_()
+                    return
+                *_, batches = sweep_attention.attention_batches(attend, 2, 2, 40, uniform=True)
+                rows, lens, table, out = rest
+                batch = replace(batches[0], rows_R=rows, kv_lens_R=lens, page_table_MN=table)
+                attend.attend(q, kv, batch, out, sliding_window=None)
+
+            monkeypatch.setattr(sweep_attention, "cluster_attention", in_their_place)
+        row = sweep_attention.Sweep(case, pool, small).measure()
+    printed = "\n".join(sweep_attention.table(row))
+    assert "2 x 2, 40 keys: floor" in printed
+    assert "Clusters(splits=2, stages=2, warps=4)" in printed
+    assert len(row["results"]) == 3
+    assert len(sweep_attention.usable(row["results"])) == (2 if small.type == "cpu" else 3), row
+    assert ("WRONG" in printed) == (small.type == "cpu")
 
 
 @pytest.mark.parametrize("text", sweep_attention.CASES)
 def test_attention_candidates_fit(text: str) -> None:
-    case = sweep_attention.parse_case(text, 132)
+    case = sweep_attention.parse_case(text)
     found = sweep_attention.candidates(case)
-    assert len(set(found)) == len(found) > 20
-    for launch in found:
-        tiles = launch.tiles(case.shape, 8192)
-        assert tiles.num_blocks * (tiles.block_m // case.shape.group) >= case.shape.num_rows * case.shape.query_len
-        assert tiles.num_stages * tiles.block_n * 2 * 2 * case.shape.head_dim <= 200 << 10
+    assert len(set(found)) == len(found) >= 6
+    assert all(case.shape.fits(clusters) for clusters in found)
 
 
 def test_a_case_is_three_numbers() -> None:
     with pytest.raises(ValueError, match="'8x6' is no case of attention"):
-        sweep_attention.parse_case("8x6", 132)
+        sweep_attention.parse_case("8x6")
 
 
-def test_the_bench_runs_with_what_both_found(tables: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    shape = Shape(132, 8, 6, 4, 8, 128)
-    launch = Launch(32, 32, 4, 3, 6, True)
-    found = {"shape": shape, "keys": 768, "today_us": 14.0, "results": [{"launch": launch, "us": 12.0, "error": 0.0}]}
-    for name, rows in (("linears", ROWS), ("attention", [found])):
-        (tmp_path / name).write_text(json.dumps({"rows": rows}))
+def test_the_bench_runs_with_what_was_found(tables: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "linears").write_text(json.dumps({"rows": ROWS}))
     asked: list[str] = []
     monkeypatch.setattr(best_tiles, "run_bench", asked.extend)
     monkeypatch.setattr(best_tiles, "gpu", lambda: torch.device("cuda"))
     monkeypatch.setattr(best_tiles, "gpu_name", lambda _: "NVIDIA H200")
-    files = ["--linears", str(tmp_path / "linears"), "--attention", str(tmp_path / "attention")]
-    monkeypatch.setattr("sys.argv", ["best_tiles", *files, "--", "latency", "llama-3.1-8b", "--repeats", "2"])
+    arguments = [
+        "best_tiles",
+        "--linears",
+        str(tmp_path / "linears"),
+        "--",
+        "latency",
+        "llama-3.1-8b",
+        "--repeats",
+        "2",
+    ]
+    monkeypatch.setattr("sys.argv", arguments)
     best_tiles.main()
     assert asked == ["latency", "llama-3.1-8b", "--repeats", "2"]
-    assert dict(attention_tiles.MEASURED) == {shape: launch}
     assert linear_wide.MEASURED["NVIDIA H200"][4096, 4096, Kind.SUMS][Range(33, 48)] == FEW

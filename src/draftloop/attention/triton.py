@@ -1,4 +1,4 @@
-"""Attention by draftloop's own split-KV kernel: the default on CUDA.
+"""Attention by draftloop's own split-KV kernels: the default on CUDA.
 
 It takes every length from device memory, so whole iterations can be captured around it.
 """
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftloop.attention.base import AttentionBackend, AttentionBatch, AttentionShape, GraphSupport, unsupported
 from draftloop.errors import ConfigError
+from draftloop.kernels.cluster_attention import Clusters, Shape, choose_clusters, cluster_attention
 from draftloop.kernels.fp8_cache import FP8
 from draftloop.kernels.paged_attention import PagedTree, paged_attention_triton
 from draftloop.kernels.triton_import import INTERPRETED, triton
@@ -29,10 +30,15 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         super().__init__(shape, device)
-        self.num_sms, self.pdl = 8, False  # in the interpreter
+        self.num_sms, self.pdl, self.has_clusters = 8, False, False  # in the interpreter
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.num_sms, self.pdl = properties.multi_processor_count, properties.major >= 9
+            self.has_clusters = (
+                (properties.major, properties.minor) == (9, 0)
+                and shape.dtype is shape.kv_dtype is torch.bfloat16
+                and not shape.soft_cap
+            )
 
     @classmethod
     def graph_support(cls, device_type: str) -> GraphSupport:
@@ -69,6 +75,18 @@ class TritonBackend(AttentionBackend):
         sliding_window: int | None,
         sinks_H: Tensor | None = None,
     ) -> None:
+        if clusters := self.clusters(batch, sliding_window, sinks_H):
+            cluster_attention(
+                q_THD,
+                kv_2PSGD,
+                batch.rows_R,
+                batch.kv_lens_R,
+                batch.page_table_MN,
+                out_THD,
+                scale=self.shape.scale,
+                clusters=clusters,
+            )
+            return
         paged_attention_triton(
             q_THD,
             kv_2PSGD,
@@ -88,3 +106,14 @@ class TritonBackend(AttentionBackend):
             pdl=self.pdl,
             invariant=batch.invariant,
         )
+
+    def clusters(self, batch: AttentionBatch, sliding_window: int | None, sinks_H: Tensor | None) -> Clusters | None:
+        """How clusters attend, which is faster; None: only Triton's kernel can."""
+        is_plain = batch.uniform and batch.causal and not batch.invariant and batch.tree is None
+        if not (self.has_clusters and is_plain) or sliding_window or sinks_H is not None:
+            return None
+        shape = self.shape
+        found = Shape(batch.max_query_len, shape.num_heads // shape.num_kv_heads, shape.head_dim, shape.page_size)
+        if not found.is_served or not batch.rows_R.shape[0]:
+            return None
+        return choose_clusters(found, num_rows=batch.rows_R.shape[0], num_kv_heads=shape.num_kv_heads)

@@ -68,8 +68,12 @@ def _is_beaten(result: dict[str, Any], row: dict[str, Any]) -> bool:
 
 
 def few_entries(rows: list[dict[str, Any]]) -> dict[FewKey, tuple[Tiles, Tiles]]:
-    """Of `linear.MEASURED`: what is fastest of that kernel at the most tokens up to FEW_TOKENS, and above."""
+    """Of `linear.MEASURED`: what is fastest of that kernel at the most tokens up to FEW_TOKENS, and above.
+
+    A projection to q, k and v is split only where there is an entry: one half alone would split the other unmeasured.
+    """
     found: dict[FewKey, list[Tiles]] = {}
+    halves: dict[FewKey, set[bool]] = {}
     for row in sorted(rows, key=lambda row: row["tokens"]):
         best = usable(row, "Tiles")[:1]
         if best and best[0]["us"] < GAIN * row["today_us"]:
@@ -77,7 +81,10 @@ def few_entries(rows: list[dict[str, Any]]) -> dict[FewKey, tuple[Tiles, Tiles]]
             few, more = (linear.choose(*key[:2], NUM_SMS, may_split=key[2], few=few) for few in (True, False))
             pair = found.setdefault(key, [few, more])
             pair[row["tokens"] > FEW_TOKENS] = Tiles(*best[0]["tiles"])
-    return {key: (few, more) for key, (few, more) in found.items()}
+            halves.setdefault(key, set()).add(row["tokens"] > FEW_TOKENS)
+            if not row["layer"].endswith("qkv") or key in linear.MEASURED:
+                halves[key] = {False, True}
+    return {key: (few, more) for key, (few, more) in found.items() if len(halves[key]) == 2}
 
 
 def in_short(value: tuple) -> str:

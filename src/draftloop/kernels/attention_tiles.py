@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from draftloop.kernels.triton_import import next_power_of_2
 
@@ -28,46 +27,6 @@ class Tiles:
     num_splits: int
     split_blocks: int = 0
     """Blocks of keys in each split; 0: a row's keys are shared out evenly."""
-    reads_early: bool = False
-    """Lengths and page numbers, before the kernel in front has ended; see `_attend_kernel`."""
-
-
-class Shape(NamedTuple):
-    """A uniform batch of 16-bit queries, and the GPU, as far as they decide what is fastest."""
-
-    num_sms: int
-    num_rows: int
-    query_len: int
-    group: int
-    num_kv_heads: int
-    head_dim: int
-
-
-class Launch(NamedTuple):
-    """What of `Tiles` is measured."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    num_splits: int
-    reads_early: bool = False
-
-    def tiles(self, shape: Shape, max_keys: int) -> Tiles:
-        """Of any row at most `max_keys`, of which each split has a block or more."""
-        return Tiles(
-            block_m=self.block_m,
-            block_n=self.block_n,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-            num_blocks=shape.num_rows * -(-shape.query_len // (self.block_m // shape.group)),
-            num_splits=max(1, min(self.num_splits, -(-max_keys // self.block_n))),
-            reads_early=self.reads_early,
-        )
-
-
-MEASURED: dict[Shape, Launch] = {}
-"""What is faster than what `choose_tiles` would say otherwise, as `draftloop.bench.sweep_attention` prints it."""
 
 
 def choose_tiles(
@@ -87,9 +46,6 @@ def choose_tiles(
 
     `invariant`: nothing that sums depend on follows from the batch.
     """
-    shape = Shape(num_sms, num_rows, query_len, group, num_kv_heads, head_dim)
-    if shape in MEASURED and itemsize == 2 and not invariant:
-        return MEASURED[shape].tiles(shape, max_keys)
     packed = (query_len or max(1, num_tokens // num_rows)) * group
     if itemsize == 4:
         # no tensor core multiplies fp32 exactly, and the registers hold no larger tiles

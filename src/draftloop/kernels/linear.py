@@ -53,7 +53,7 @@ class Tiles(NamedTuple):
 
 MEASURED = {
     (6144, 4096, False): (Tiles(32, 256, 1, 4, 4), Tiles(64, 128, 1, 4, 5)),
-    (4096, 4096, True): (Tiles(64, 128, 4, 4, 3), Tiles(64, 128, 4, 4, 3)),
+    (4096, 4096, True): (Tiles(64, 128, 4, 4, 3), Tiles(64, 128, 2, 4, 4)),
     (28672, 4096, False): (Tiles(128, 128, 1, 4, 3), Tiles(128, 128, 1, 4, 4)),
     (4096, 14336, True): (Tiles(128, 128, 4, 4, 4), Tiles(64, 128, 4, 4, 3)),
     (128256, 4096, False): (Tiles(64, 256, 1, 4, 3), Tiles(128, 128, 1, 4, 4)),
@@ -61,19 +61,19 @@ MEASURED = {
     (6144, 8192, False): (Tiles(32, 256, 1, 4, 4), Tiles(64, 128, 1, 4, 5)),
     (2048, 2048, True): (Tiles(32, 128, 2, 4, 5), Tiles(32, 128, 2, 4, 5)),
     (16384, 2048, False): (Tiles(128, 128, 1, 4, 4), Tiles(64, 128, 1, 4, 4)),
-    (2048, 8192, True): (Tiles(32, 128, 4, 4, 4), Tiles(32, 128, 4, 4, 4)),
+    (2048, 8192, True): (Tiles(32, 128, 4, 4, 4), Tiles(64, 128, 4, 4, 4)),
+    (3072, 2048, True): (Tiles(64, 128, 2, 4, 4), Tiles(64, 128, 2, 4, 4)),
 }
-"""(N, K, may split) -> the fastest tiles on an H200 at 6 tokens, and at 48. The last three, a 1B model's, were measured
-at one token, and hold there; for more they are as `choose` would have them."""
+"""(N, K, may split) -> the fastest tiles on an H200 at 6 tokens, and at 48. The last four are a 1B model's, at one
+token (qkv: 16) and at 64."""
 
 
 @functools.cache
 def choose(num_columns: int, size: int, num_sms: int, *, may_split: bool, few: bool = True) -> Tiles:
     """Tiles of a layer with weights [num_columns, size]; `few`: for up to `FEW_TOKENS`.
 
-    K is split alike for any number of tokens, and within `few` that number plays no part at all, so that a
-    token's sums do not depend on how many others there are: verifying drafts gives the logits that decoding
-    one by one would give.
+    Within `few` the number of tokens plays no part, so that a token's sums do not depend on how many others there
+    are: verifying drafts gives the logits that decoding one by one would give, but where `linear_wide` has an entry.
     """
     if found := MEASURED.get((num_columns, size, may_split)):
         return found[0 if few else 1]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftloop.kernels.cuda_source import load_kernel
 from draftloop.kernels.driver import ask, bindings
+from draftloop.kernels.launch import launch
 from draftloop.kernels.tensor_map import MAP_BYTES, Box, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "multicast_linear.cu"
@@ -180,25 +181,14 @@ def linear_multicast(
     )
     tokens = Box(x_TK, (size, num_tokens), (size,), (COLUMNS, tiles.padded(num_tokens) // token_sharers))
     maps = [ctypes.create_string_buffer(tensor_map(box), MAP_BYTES) for box in (weights, tokens)]
-    arguments = (ctypes.c_void_p * 3)(*(ctypes.addressof(one) for one in (*maps, product)))
-    grid, cluster = (num_columns // rows, tiles.splits, blocks), (token_sharers, 1, weight_sharers)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    config = _launch_config(grid, cluster, tiles.memory_bytes(num_tokens), stream)
-    ask("cuLaunchKernelEx", config, kernel, ctypes.addressof(arguments), 0)
+    launch(
+        kernel,
+        (num_columns // rows, tiles.splits, blocks),
+        THREADS,
+        (*maps, product),
+        device,
+        memory_bytes=tiles.memory_bytes(num_tokens),
+        cluster=(token_sharers, 1, weight_sharers),
+        is_early=True,
+    )
     return out
-
-
-def _launch_config(grid: tuple[int, int, int], cluster: tuple[int, int, int], memory_bytes: int, stream: int) -> Any:
-    """It starts while the kernel in front drains."""
-    driver = bindings()
-    config, clusters, early = driver.CUlaunchConfig(), driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
-    clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    shape = clusters.value.clusterDim
-    shape.x, shape.y, shape.z = cluster
-    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    early.value.programmaticStreamSerializationAllowed = 1
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
-    config.sharedMemBytes, config.hStream = memory_bytes, stream
-    config.attrs, config.numAttrs = [clusters, early], 2
-    return config

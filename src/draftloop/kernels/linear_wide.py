@@ -79,6 +79,7 @@ MEASURED: dict[str, dict[tuple[int, int, Kind], dict[Range, AnyTiles]]] = {
             Range(193, 256): WideTiles(128, 64, 2, 128, 4, 6),  # 19.0 us, without 21.5
         },
         (4096, 14336, Kind.SUMS): {
+            Range(33, 48): MulticastTiles(128, 4, 2, False, 6, 256, 192),  # 32.0 us, without 33.1
             Range(65, 96): MulticastTiles(128, 4, 2, True, 5),  # 34.9 us, without 39.6
             Range(97, 128): MulticastTiles(128, 4, 2, True, 5),  # 36.3 us, by Triton 38.2
             Range(129, 192): MulticastTiles(128, 4, 2, True, 5),  # 38.9 us, by Triton 43.6
@@ -91,6 +92,7 @@ MEASURED: dict[str, dict[tuple[int, int, Kind], dict[Range, AnyTiles]]] = {
             Range(577, 768): MulticastTiles(128, 1, 2, True, 5, 192),  # 44.4 us, without 48.3
         },
         (6144, 4096, Kind.SUMS): {
+            Range(21, 32): MulticastTiles(192, 4, 1, True, 6, 256, 192),  # 17.0 us, without 20.3
             Range(97, 128): MulticastTiles(96, 2, 2, False, 5),  # 20.2 us, without 21.0
             Range(161, 192): MulticastTiles(96, 2, 2, False, 6),  # 22.5 us, without 25.8
         },
@@ -101,11 +103,24 @@ MEASURED: dict[str, dict[tuple[int, int, Kind], dict[Range, AnyTiles]]] = {
             Range(97, 128): WideTiles(128, 64, 1, 128, 4, 3),  # 68.4 us, without 73.9
         },
         (28672, 4096, Kind.GATED): {
+            Range(21, 48): MulticastTiles(224, 1, 2, False, 6),  # 57.1 us, without 64.5; of 32 57.5, 59.8
             Range(65, 96): MulticastTiles(224, 1, 2, False, 4),  # 59.9 us, by Triton 63.1
             Range(97, 128): MulticastTiles(224, 1, 2, False, 5),  # 60.0 us, by Triton 62.8
             Range(129, 192): MulticastTiles(224, 1, 2, False, 3),  # 67.7 us, by Triton 75.2
             Range(193, 256): MulticastTiles(224, 1, 2, False, 4, 128),  # 88.5 us, without 96.3
             Range(577, 768): MulticastTiles(224, 1, 2, False, 3, 192),  # 266.4 us, without 279.4
+        },
+        # an EAGLE-3 head
+        (6144, 8192, Kind.SUMS): {
+            Range(21, 32): MulticastTiles(192, 4, 2, True, 6, 256, 192),  # 28.4 us, without 35.2
+            Range(33, 48): MulticastTiles(192, 4, 2, False, 6),  # 29.1 us, without 29.9
+        },
+        # a model of 1B
+        (3072, 2048, Kind.SUMS): {
+            Range(21, 32): MulticastTiles(128, 4, 1, True, 6),  # 7.3 us, without 9.6
+        },
+        (16384, 2048, Kind.GATED): {
+            Range(10, 64): MulticastTiles(128, 1, 2, True, 6, 256, 192),  # 18.2 us, without 22.1; of 16 18.4, 19.2
         },
     },
 }

@@ -67,19 +67,14 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One block of query tokens of one row, one key/value head, one split of the row's keys.
-
-    EARLY: where a row's keys are is read before the wait. The kernel in front writes keys and queries alone, and has
-    waited for all that ran before it when it lets this one start (`pdl_options`), so lengths and tables are there.
-    """
+    """One block of query tokens of one row, one key/value head, one split of the row's keys."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
 
     if UNIFORM:
@@ -149,8 +144,6 @@ def _attend_kernel(
     kv_head_offset = kv_head * kv_stride_head
     key = begin * BLOCK_N + tl.arange(0, BLOCK_N)
     page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key < end_key, other=0)
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_wait()
     d = tl.arange(0, BLOCK_D)
     d_live = d < HEAD_DIM
     q = tl.load(
@@ -375,7 +368,6 @@ def paged_attention_triton(
         BLOCK_N=tiles.block_n,
         BLOCK_D=block_d,
         BLOCK_R=16 if query_len else next_power_of_2(max(16, num_rows + 1)),
-        EARLY=tiles.reads_early,
         PDL=bool(options),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

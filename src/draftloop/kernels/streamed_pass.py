@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftloop.kernels.cuda_source import load_kernel
 from draftloop.kernels.driver import ask, bindings
+from draftloop.kernels.launch import launch
 from draftloop.kernels.linear import sm_count
 from draftloop.kernels.linear_planes import Planes
 from draftloop.kernels.streamed_plan import (
@@ -305,26 +306,12 @@ class _Streamer:
         one = fill_in(
             weights, self._layers.data_ptr(), self._scratch, embedded_TC, out_TC, residuals_LTC, batch, blocks
         )
-        addresses = (ctypes.c_void_p * 1)(ctypes.addressof(one))
-        config = _launch_config(blocks, self._shape.weights, torch.cuda.current_stream(self._device).cuda_stream)
-        ask("cuLaunchKernelEx", config, kernel, ctypes.addressof(addresses), 0)
+        memory_bytes = self._shape.weights.memory_bytes
+        launch(kernel, (blocks, 1, 1), THREADS, [one], self._device, memory_bytes=memory_bytes, all_at_once=True)
 
 
 _turns = _Turns()
 _streamers: dict[tuple[object, ...], _Streamer] = {}
-
-
-def _launch_config(num_blocks: int, weights: Format, stream: int) -> Any:
-    """All blocks run at once, or none: they wait for each other."""
-    driver = bindings()
-    config, together = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-    together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    together.value.cooperative = 1
-    config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
-    config.sharedMemBytes, config.hStream = weights.memory_bytes, stream
-    config.attrs, config.numAttrs = [together], 1
-    return config
 
 
 def streamed_pass(

@@ -58,6 +58,10 @@ template <int COUNT> __device__ __forceinline__ void take_registers()
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+// Kernels one behind the other.
+__device__ __forceinline__ void await_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
 // Barriers.
 __device__ __forceinline__ void threads_meet(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 __device__ __forceinline__ void init(u32 barrier, u32 count)
@@ -176,6 +180,28 @@ __device__ __forceinline__ void copy_later(uint4* to, const uint4* from, bool ze
                  ::"r"(address(to)), "l"(from), "r"(zeros ? 0 : 16) : "memory");
 }
 __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int YOUNGEST> __device__ __forceinline__ void await_copies()  // but for so many commitments
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGEST) : "memory");
+}
+
+// What is at the same place of shared memory in a block of the cluster.
+__device__ __forceinline__ float2 load_pair_from(u32 at, u32 rank)
+{
+    float2 x;
+    asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %2, %3; ld.shared::cluster.v2.f32 {%0, %1}, [there]; }"
+                 : "=f"(x.x), "=f"(x.y) : "r"(at), "r"(rank) : "memory");
+    return x;
+}
+__device__ __forceinline__ float4 load_four_from(u32 at, u32 rank)
+{
+    float4 x;
+    asm volatile("{ .reg .u32 there; mapa.shared::cluster.u32 there, %4, %5; "
+                 "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at), "r"(rank) : "memory");
+    return x;
+}
 
 __device__ __forceinline__ u32 load_half(u32 at)  // 16 bits of shared memory
 {

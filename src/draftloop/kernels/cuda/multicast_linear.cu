@@ -34,8 +34,6 @@ struct Product {
 };
 
 #ifndef STAND_INS
-__device__ __forceinline__ void await_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, int column, int eights, u32 barrier, u64 policy)
 {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "

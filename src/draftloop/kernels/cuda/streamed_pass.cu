@@ -120,8 +120,7 @@ struct Squares {
         for (int i = 0; i < PARTS; i++)
             if (parts[i] == EMPTY) load(parts[i], from + i * 32 * TOKENS);
     }
-    // To be read when the block's warps have met. Those without rows of o and down have not met since they read the last
-    // one; but the squares follow from what they scaled by it.
+    // To be read when the block's warps have met, which have to meet before, too, if they have read the last one.
     __device__ void find_scale(Shared& shared, float eps, const Thread& me)
     {
         if (!are_there(parts)) look_until([&] { return look(me), are_there(parts); });
@@ -304,6 +303,8 @@ streamed_pass(const __grid_constant__ Pass pass)
             u32* residual = pass.residuals + (long long)index * pass.num_tokens * (HIDDEN / 2);
             add_residual(sums, down_scales, shared, scratch, shared.gain[0], residual, to.hidden[0], to.squares[0], me);
             down_scales.ask(next.row_scales[DOWN_MATRIX], me.warp, me.lane);
+        } else {
+            consumers_meet();  // as the others have: a norm's scale becomes the next one's
         }
     }
     if (!has_hidden) return;
