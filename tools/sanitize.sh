@@ -25,7 +25,7 @@ small="not real_shapes and not vocabular and not whole and not 8b and not model_
 # layers as large as Mixtral's take the sanitizer longer than there is
 small+=" and not layers_on_a_gpu"
 # one pass of blocks that wait for each other takes it seconds
-small+=" and not each_time and not take_turns"
+small+=" and not each_time and not take_turns and not what_serves"
 small+=" and not flashinfer and not sdpa and not _torch and not in_a_graph and not replays and not many_tokens"
 
 check() { # tool, file

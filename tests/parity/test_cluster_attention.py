@@ -84,16 +84,19 @@ def test_real_shapes(heads: int, kv_heads: int, head_dim: int, clusters: Cluster
 
 def test_all_shapes_are_served_by_what_fits() -> None:
     """Whatever rows there are."""
-    for head_dim, chosen in CHOSEN.items():
+    for head_dim in CHOSEN:
         for query_len in range(1, MAX_QUERIES + 1):
             for group in (1, 3, 4, 8):
                 shape = Shape(query_len, group, head_dim, 16)
-                if shape.is_served:
-                    assert all(shape.fits(clusters) for clusters in chosen.values())
-                    assert shape.fits(choose_clusters(shape, num_rows=1000, num_kv_heads=8))
+                for num_rows in (1, 4, 8, 16, 32, 1000) if shape.is_served else ():
+                    clusters = choose_clusters(shape, num_rows=num_rows, num_kv_heads=8, max_keys=2048)
+                    assert clusters
+                    assert shape.fits(clusters)
     assert not Shape(0, 4, 128, 16).is_served
     assert not Shape(17, 4, 128, 16).is_served
     assert not Shape(6, 4, 256, 16).is_served
+    assert not choose_clusters(Shape(17, 4, 128, 16), num_rows=8, num_kv_heads=8, max_keys=2048)
+    assert not choose_clusters(Shape(6, 4, 128, 16), num_rows=8, num_kv_heads=8, max_keys=8192)
 
 
 @pytest.mark.gpu
@@ -108,6 +111,8 @@ def test_the_backend_leaves_what_only_triton_can_to_triton() -> None:
     tree = TreeMask(torch.zeros(3, dtype=torch.int64, device=CUDA), 3)
     for change in ({"uniform": False}, {"causal": False}, {"invariant": True}, {"tree": tree}, {"max_query_len": 40}):
         assert not found.clusters(replace(batch, **change), None, None), change
+    long_table = batch.page_table_MN.new_zeros(batch.page_table_MN.shape[0], 512)
+    assert not found.clusters(replace(batch, page_table_MN=long_table), None, None)
     for other, dtype in ((replace(case, soft_cap=2.0), torch.bfloat16), (case, torch.float16)):
         plain = backend("triton", other, CUDA, dtype)
         assert isinstance(plain, TritonBackend)

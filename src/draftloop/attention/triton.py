@@ -108,12 +108,11 @@ class TritonBackend(AttentionBackend):
         )
 
     def clusters(self, batch: AttentionBatch, sliding_window: int | None, sinks_H: Tensor | None) -> Clusters | None:
-        """How clusters attend, which is faster; None: only Triton's kernel can."""
+        """How clusters attend; None: Triton's kernel has to, or is faster."""
         is_plain = batch.uniform and batch.causal and not batch.invariant and batch.tree is None
         if not (self.has_clusters and is_plain) or sliding_window or sinks_H is not None:
             return None
         shape = self.shape
         found = Shape(batch.max_query_len, shape.num_heads // shape.num_kv_heads, shape.head_dim, shape.page_size)
-        if not found.is_served or not batch.rows_R.shape[0]:
-            return None
-        return choose_clusters(found, num_rows=batch.rows_R.shape[0], num_kv_heads=shape.num_kv_heads)
+        num_rows, max_keys = batch.rows_R.shape[0], batch.page_table_MN.shape[1] * shape.page_size
+        return choose_clusters(found, num_rows=num_rows, num_kv_heads=shape.num_kv_heads, max_keys=max_keys)

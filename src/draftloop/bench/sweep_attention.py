@@ -12,7 +12,7 @@ import argparse
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,11 +84,14 @@ class Sweep:
     """One case, all of whose candidates compile from the beginning."""
 
     def __init__(self, case: Case, pool: ThreadPoolExecutor, device: torch.device) -> None:
-        self.case = case
+        self.case, self._device = case, device
         self.calls = attention(make_backend("triton", PAGE_SIZE, device), case)
-        self.compiled: dict[Clusters, Future[Tensor]] = {
-            clusters: pool.submit(lambda clusters=clusters: self.calls(clusters)[0]()) for clusters in candidates(case)
-        }
+        self.compiled = {clusters: pool.submit(self._compile, clusters) for clusters in candidates(case)}
+
+    def _compile(self, clusters: Clusters) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # makes this device's context the thread's
+        self.calls(clusters)[0]()
 
     @torch.inference_mode()
     def measure(self) -> dict[str, Any]:

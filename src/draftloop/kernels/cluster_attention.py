@@ -96,6 +96,9 @@ class Shape(NamedTuple):
         }
 
 
+MAX_KEYS = 2048 + 256
+"""Of the longest row that there may be, its drafts and last page included. What a block has on its way at once is too
+little for longer ones: 8 rows of 8192 keys take 106 us where their bytes need 63."""
 CHOSEN: dict[int, dict[int, Clusters]] = {
     128: {32: Clusters(6), 128: Clusters(2), 512: Clusters(1, 3)},
     64: {32: Clusters(6), 128: Clusters(3), 256: Clusters(2)},
@@ -103,7 +106,10 @@ CHOSEN: dict[int, dict[int, Clusters]] = {
 """Head size -> up to so many rows times key/value heads -> what `bench/sweep_attention.py` found on an H200."""
 
 
-def choose_clusters(shape: Shape, *, num_rows: int, num_kv_heads: int) -> Clusters:
+def choose_clusters(shape: Shape, *, num_rows: int, num_kv_heads: int, max_keys: int) -> Clusters | None:
+    """Whatever the lengths are. None: `paged_attention` is the better choice, or the only one."""
+    if not shape.is_served or not num_rows or max_keys > MAX_KEYS:
+        return None
     for most, clusters in CHOSEN[shape.head_dim].items():
         if num_rows * num_kv_heads <= most:
             return clusters
