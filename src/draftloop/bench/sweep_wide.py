@@ -30,7 +30,7 @@ from draftloop.bench.wide_view import entries, table
 from draftloop.kernels import linear as few
 from draftloop.kernels.argmax import argmax
 from draftloop.kernels.linear import MAX_TOKENS, Tiles, linear, linear_torch, qkv_linear, residual_linear
-from draftloop.kernels.linear_multicast import find_kernel
+from draftloop.kernels.linear_multicast import multicast_kernel
 from draftloop.kernels.linear_wide import Kind, WideTiles, compile_ahead, linear_wide, make_out
 from draftloop.kernels.rms_norm import add_rms_norm
 from draftloop.kernels.silu_mul import silu_mul
@@ -92,7 +92,7 @@ def _compile(x: Tensor, weight: Tensor, kind: Kind, tiles: Found) -> None:
         compile_ahead(x, weight, None, make_out(x, weight, kind, tiles.splits), kind=kind, tiles=tiles)
     else:
         torch.cuda.set_device(x.device)  # in this thread nothing has
-        find_kernel(tiles, x.shape[0], kind, x.device)
+        multicast_kernel(tiles, x.shape[0], kind, x.device)
 
 
 def run(x: Tensor, weight: Tensor, *, kind: Kind, tiles: Found) -> Tensor:

@@ -13,16 +13,13 @@ the engine, N pages per row.
 from __future__ import annotations
 
 import ctypes
-import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftloop.kernels.cuda_source import load_kernel
-from draftloop.kernels.driver import ask, bindings
-from draftloop.kernels.launch import launch
+from draftloop.kernels.launch import find_kernel, launch
 
 SOURCE = Path(__file__).parent / "cuda" / "cluster_attention.cu"
 STAGE_KEYS = 64
@@ -161,27 +158,6 @@ def fill_in(
     )
 
 
-_kernels: dict[tuple, Any] = {}
-_lock = threading.Lock()
-
-
-def find_kernel(shape: Shape, clusters: Clusters, device: torch.device) -> Any:
-    """Compiled, if nobody has. The device's context must be the current one."""
-    definitions = shape.definitions(clusters)
-    key = (device.index, *definitions.values())
-    with _lock:
-        found = _kernels.get(key)
-    if found is None:  # outside of the lock: kernels of different shapes compile side by side
-        found = load_kernel(SOURCE, definitions, SOURCE.stem, device)
-        attributes = bindings().CUfunction_attribute
-        limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        ask("cuFuncSetAttribute", found, limit, shape.memory_bytes(clusters))
-        ask("cuFuncSetAttribute", found, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
-        with _lock:
-            found = _kernels.setdefault(key, found)
-    return found
-
-
 def cluster_attention(
     q_THD: Tensor,
     kv_2PSGD: Tensor,
@@ -206,13 +182,14 @@ def cluster_attention(
     assert num_tokens == num_rows * shape.query_len
     assert q_THD.dtype is kv_2PSGD.dtype is out_THD.dtype is torch.bfloat16
     argument = fill_in(q_THD, kv_2PSGD, rows_R, kv_lens_R, page_table_MN, out_THD, scale=scale)
+    memory_bytes = shape.memory_bytes(clusters)
     launch(
-        find_kernel(shape, clusters, q_THD.device),
+        find_kernel(SOURCE, shape.definitions(clusters), q_THD.device, memory_bytes=memory_bytes),
         (clusters.splits, num_kv_heads, num_rows),
         32 * clusters.warps,
         [argument],
         q_THD.device,
-        memory_bytes=shape.memory_bytes(clusters),
+        memory_bytes=memory_bytes,
         cluster=(clusters.splits, 1, 1),
         is_early=True,
     )

@@ -1,16 +1,39 @@
-"""How kernels of CUDA C++ are launched."""
+"""How kernels of CUDA C++ are found and launched."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftloop.kernels.cuda_source import load_kernel
 from draftloop.kernels.driver import ask, bindings
 
 Size = tuple[int, int, int]
+
+_kernels: dict[tuple, Any] = {}
+_lock = threading.Lock()
+
+
+def find_kernel(source: Path, definitions: Mapping[str, int], device: torch.device, *, memory_bytes: int) -> Any:
+    """The kernel that has its source's name, with room for so many bytes of shared memory; compiled and loaded, if
+    nobody has. The device's context must be the current one."""
+    key = (source, device.index, *definitions.items())
+    with _lock:
+        found = _kernels.get(key)
+    if found is None:  # outside of the lock: kernels compile side by side
+        found = load_kernel(source, definitions, source.stem, device)
+        attributes = bindings().CUfunction_attribute
+        ask("cuFuncSetAttribute", found, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, memory_bytes)
+        # all that a multiprocessor has, also where a block takes a part
+        ask("cuFuncSetAttribute", found, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+        with _lock:
+            found = _kernels.setdefault(key, found)
+    return found
 
 
 def launch(

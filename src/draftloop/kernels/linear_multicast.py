@@ -12,16 +12,13 @@ Shape suffixes: T tokens, N output columns, K input columns, X splits of K, I = 
 from __future__ import annotations
 
 import ctypes
-import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftloop.kernels.cuda_source import load_kernel
-from draftloop.kernels.driver import ask, bindings
-from draftloop.kernels.launch import launch
+from draftloop.kernels.launch import find_kernel, launch
 from draftloop.kernels.tensor_map import MAP_BYTES, Box, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "multicast_linear.cu"
@@ -134,26 +131,10 @@ class Product(ctypes.Structure):
     ]
 
 
-_kernels: dict[tuple, Any] = {}
-_lock = threading.Lock()
-
-
-def find_kernel(tiles: MulticastTiles, num_tokens: int, kind: str, device: torch.device) -> Any:
-    """Compiled, if nobody has. The device's context must be the current one."""
+def multicast_kernel(tiles: MulticastTiles, num_tokens: int, kind: str, device: torch.device) -> Any:
+    """The kernel (`find_kernel`)."""
     definitions = tiles.definitions(num_tokens, kind)
-    key = (device.index, *definitions.values())
-    with _lock:
-        found = _kernels.get(key)
-    if found is None:  # outside of the lock: kernels of different tiles compile side by side
-        found = load_kernel(SOURCE, definitions, SOURCE.stem, device)
-        attributes = bindings().CUfunction_attribute
-        limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        ask("cuFuncSetAttribute", found, limit, tiles.memory_bytes(num_tokens))
-        # all that a multiprocessor has, also where a block takes a part
-        ask("cuFuncSetAttribute", found, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
-        with _lock:
-            found = _kernels.setdefault(key, found)
-    return found
+    return find_kernel(SOURCE, definitions, device, memory_bytes=tiles.memory_bytes(num_tokens))
 
 
 def linear_multicast(
@@ -168,7 +149,7 @@ def linear_multicast(
     assert out.is_contiguous()
     assert bias_N is None or bias_N.dtype is x_TK.dtype is torch.bfloat16
     device = x_TK.device
-    kernel = find_kernel(tiles, num_tokens, kind, device)
+    kernel = multicast_kernel(tiles, num_tokens, kind, device)
     product = Product(out.data_ptr(), None if bias_N is None else bias_N.data_ptr(), num_tokens, num_columns, size)
     blocks = tiles.blocks(num_tokens)
     weight_sharers, token_sharers = (1, tiles.cluster) if blocks == 1 else (tiles.cluster, 1)

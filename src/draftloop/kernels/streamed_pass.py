@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftloop.kernels.cuda_source import load_kernel
-from draftloop.kernels.driver import ask, bindings
-from draftloop.kernels.launch import launch
+from draftloop.kernels.launch import find_kernel, launch
 from draftloop.kernels.linear import sm_count
 from draftloop.kernels.linear_planes import Planes
 from draftloop.kernels.streamed_plan import (
@@ -275,8 +273,7 @@ class _Streamer:
         plan = make_plan(self._shape, sm_count(self._device))
         assert plan is not None, self._shape
         assert not torch.cuda.is_current_stream_capturing(), "run once before it is captured"
-        self._plan, self._kernels = plan, dict[int, Any]()
-        self._page_size = caches[0].shape[2]
+        self._plan, self._page_size = plan, caches[0].shape[2]
         self._scratch = Scratch(self._shape, plan, self._device)
         table = kernel_layers(weights, caches, plan, tensor_map)
         # maps must be aligned to 64 bytes; allocations are to 256
@@ -285,13 +282,7 @@ class _Streamer:
 
     def _kernel(self, max_query_len: int) -> Any:
         sizes = definitions(self._shape, self._plan, max_query_len=max_query_len, page_size=self._page_size)
-        key = sizes["QUERY_TILES"]
-        if key not in self._kernels:
-            found = load_kernel(SOURCE, sizes, SOURCE.stem, self._device)
-            limit = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            ask("cuFuncSetAttribute", found, limit, self._shape.weights.memory_bytes)
-            self._kernels[key] = found
-        return self._kernels[key]
+        return find_kernel(SOURCE, sizes, self._device, memory_bytes=self._shape.weights.memory_bytes)
 
     def launch(
         self,
