@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 from draftloop.config.engine import EngineConfig
 from draftloop.distributed.launcher import Ranks
 from draftloop.distributed.replica import ALONE, Replica
-from draftloop.engine.startup import Engine, start
+from draftloop.engine.build import Engine
+from draftloop.engine.startup import start
 from draftloop.engine.stats import PartStats, speculation_stats
 from draftloop.errors import RequestError
 from draftloop.graphs.report import GraphReport

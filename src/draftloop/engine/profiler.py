@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from draftloop.engine.build import Engine
 from draftloop.engine.ranges import name_steps
-from draftloop.engine.startup import Engine
 from draftloop.errors import RequestError
 from draftloop.observability import log
 

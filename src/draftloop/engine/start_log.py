@@ -10,7 +10,7 @@ from draftloop.config.engine import EngineConfig
 from draftloop.scheduler.drafting import describe
 
 if TYPE_CHECKING:
-    from draftloop.engine.startup import Engine
+    from draftloop.engine.build import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ from draftloop.server.messages import (
 from draftloop.server.text import TextCursor
 
 if TYPE_CHECKING:
-    from draftloop.engine.startup import Engine
+    from draftloop.engine.build import Engine
 
 HEARTBEAT_S = 1.0
 """A busy engine is heard of at least this often, even if nobody gets a token."""
