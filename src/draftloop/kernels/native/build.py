@@ -102,7 +102,8 @@ def _key(compiler: list[str]) -> str:
     """Names what the result depends on. The compiler's file stands for its version: asking it takes longer."""
     binary = Path(compiler[0]).resolve()
     stat = binary.stat()
-    parts = [SOURCE.read_text(), *FLAGS, *compiler, str(binary), str(stat.st_size), str(stat.st_mtime_ns), _cpu()]
+    texts = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    parts = [*texts, *FLAGS, *compiler, str(binary), str(stat.st_size), str(stat.st_mtime_ns), _cpu()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
