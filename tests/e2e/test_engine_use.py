@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftloop.engine import memory, startup
+from draftloop.engine import build, memory
 from draftloop.errors import CapacityError, ConfigError, GraphError, RequestError
 from draftloop.request import SamplingParams
 from example_drafters import example_configs
@@ -153,7 +153,7 @@ def test_a_request_that_needs_more_memory_than_there_is_names_the_pages():
 
 
 def test_weights_that_cannot_fit_are_said_before_they_are_loaded(monkeypatch):
-    monkeypatch.setattr(startup, "load_target", None)
+    monkeypatch.setattr(build, "load_target", None)
     monkeypatch.setattr(memory, "_free_memory", lambda: 3 << 30)
     with pytest.raises(
         CapacityError, match=r"llama-3.2-1b need 4\.6 GiB, but 3\.0 GiB of memory are free; use .* --dtype"
@@ -167,7 +167,7 @@ def test_a_gpu_whose_memory_ends_while_the_engine_is_made_says_what_to_do(monkey
             "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of .."
         )
 
-    monkeypatch.setattr(startup, "load_target", load)
+    monkeypatch.setattr(build, "load_target", load)
     with pytest.raises(CapacityError, match=r"^CUDA out of memory while the engine was made; use a smaller model"):
         make_engine()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftloop.drafters.base import DRAFTERS, load_drafters
-from draftloop.engine import startup
+from draftloop.engine import build
 from draftloop.engine.memory import SPARE_BYTES, MemoryLedger
 from draftloop.errors import CapacityError
 from example_drafters import example_configs
@@ -48,9 +48,9 @@ class SmallGpu:
             gpu.taken += gpu.graphs
             really_capture(table, show=show)
 
-        monkeypatch.setattr(startup, "MemoryLedger", Ledger)
-        really_capture = startup.capture
-        monkeypatch.setattr(startup, "capture", capture)
+        monkeypatch.setattr(build, "MemoryLedger", Ledger)
+        really_capture = build.capture
+        monkeypatch.setattr(build, "capture", capture)
 
 
 SETTINGS = {"kv_cache_memory_bytes": None, "max_num_seqs": 8, "max_model_len": 128}

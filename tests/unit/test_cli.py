@@ -44,6 +44,7 @@ class FakeLLM:
     """Answers with the words "one two three", a word per output."""
 
     made: list[FakeLLM] = []  # noqa: RUF012
+    takes_chats = True
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -73,6 +74,10 @@ class FakeLLM:
 
     def get_tokenizer(self) -> Any:
         return types.SimpleNamespace(chat_template="{{ messages }}")
+
+    def check_chat(self) -> None:
+        if not self.takes_chats:
+            raise RequestError("it has no chat template")
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams, speculation: bool = True, lora_request: str | None = None
@@ -213,6 +218,17 @@ def test_chat_keeps_the_conversation(monkeypatch, capsys):
         [system["content"], "new"],
     ]
     assert "too long" in capsys.readouterr().err
+
+
+def test_chat_says_once_that_a_model_takes_no_conversations(monkeypatch, capsys):
+    """Before anybody has typed a line."""
+    monkeypatch.setattr(FakeLLM, "takes_chats", False)
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail("asked for a line"))
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["chat"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.count("it has no chat template") == 1
+    assert FakeLLM.made[0].closed
 
 
 def test_an_interrupt_ends_a_conversation_with_the_status_that_shells_know(monkeypatch):

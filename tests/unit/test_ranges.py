@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftloop.config import Environment
-from draftloop.engine import startup
+from draftloop.engine import build, startup
 from draftloop.engine.ranges import name_steps
 from draftloop.errors import ConfigError
 from example_drafters import example_configs
@@ -55,7 +55,7 @@ def test_steps_hold_their_phases_and_nothing_is_left_when_undone():
 def test_the_environment_asks_for_nvtx_ranges(monkeypatch):
     make, made = recorder()
     monkeypatch.setenv("DRAFTLOOP_NVTX", "1")
-    monkeypatch.setattr(startup, "nvtx_range", make)
+    monkeypatch.setattr(build, "nvtx_range", make)
     monkeypatch.setattr(startup, "check_nvtx", lambda: None)
     llm = make_engine(enforce_eager=True)
     llm.generate([1, 2], greedy(2))

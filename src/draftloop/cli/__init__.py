@@ -154,6 +154,7 @@ def chat(values: dict[str, Any], *, system: str | None = None, lora: LORA = None
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     try:
+        llm.check_chat()  # said once, not behind each line
         for text in _lines():
             if text == "/exit":
                 break

@@ -239,12 +239,16 @@ class LLM:
             )
         return prompt, self.engine.tokenizer.encode(prompt), salt
 
-    def _render(self, messages: Sequence[Message]) -> list[int]:
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    def check_chat(self) -> None:
+        """Raises RequestError if the model has no chat template, so that it takes plain prompts alone."""
+        if not getattr(self.engine.tokenizer, "chat_template", None):
             raise RequestError(
                 f"{self.config.model!r} has no chat template; give a plain prompt to generate, or to `draftloop run`"
             )
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        self.check_chat()
+        tokenizer = self.engine.tokenizer
         if isinstance(messages, str | Mapping) or not messages or not all(isinstance(one, Mapping) for one in messages):
             raise RequestError(f"messages are {messages!r}; they must be a list of {{'role': .., 'content': ..}}")
         try:
