@@ -3,7 +3,7 @@
 constexpr int SHARED = MEMORY_BYTES;
 #include "fibers.h"
 
-#define STAND_INS "streamed_pass_stand_ins.h"
+#define STAND_INS "stand_ins.h"
 #include "cluster_attention.cu"
 
 static Attention given;

@@ -4,24 +4,10 @@
 constexpr int THREADS = 384, SHARED = MEMORY_BYTES;
 #include "fibers.h"
 
-#define STAND_INS "streamed_pass_stand_ins.h"
-#define of_cluster of_cluster_of_pass
-#define cluster_meets cluster_of_pass_meets
-#define arrive_at arrive_at_of_pass
-#define copy_to_all copy_to_all_of_pass
+#define STAND_INS "stand_ins.h"
+#define CLUSTER_RANK ((WEIGHTS_SHARED ? blockIdx.z : blockIdx.x) % CLUSTER)
+#define CLUSTER_STEP (WEIGHTS_SHARED ? gridDim.x * gridDim.y : 1)
 #include "instructions.cuh"
-#undef of_cluster
-#undef cluster_meets
-#undef arrive_at
-#undef copy_to_all
-
-static Block& of_cluster(int rank)
-{
-    const int step = WEIGHTS_SHARED ? gridDim.x * gridDim.y : 1, mine = WEIGHTS_SHARED ? blockIdx.z : blockIdx.x;
-    return blocks[self->place + (rank - mine % CLUSTER) * step];
-}
-static void arrive_at(u32 at, u32 rank) { arrive_in(of_cluster(rank), at); }
-static void cluster_meets() { meet(of_cluster(0).cluster, CLUSTER * THREADS, races::CLUSTER_BARRIER); }
 
 struct Rows {  // a TensorMap
     const unsigned char* values;

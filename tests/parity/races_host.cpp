@@ -3,7 +3,7 @@
 constexpr int THREADS = 64, CLUSTER = 2, SHARED = 4096;
 #include "fibers.h"
 
-#define STAND_INS "streamed_pass_stand_ins.h"
+#define STAND_INS "stand_ins.h"
 #include "ring.cuh"
 
 alignas(16) static u32 handed_on[64];

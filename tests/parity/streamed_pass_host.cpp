@@ -4,7 +4,7 @@ constexpr int THREADS = 384, CLUSTER = 1;
 constexpr int SHARED = SCRATCH_BYTES + SLOTS * SLOT_BYTES + SHARED_BYTES;
 #include "fibers.h"
 
-#define STAND_INS "streamed_pass_stand_ins.h"
+#define STAND_INS "stand_ins.h"
 #include "streamed_pass.cu"
 
 static Pass given;

@@ -1,4 +1,5 @@
-// What kernels/cuda/instructions.cuh has, in C++.
+// What kernels/cuda/instructions.cuh has, in C++. Blocks of a cluster are neighbours along x, unless a kernel says what
+// its CLUSTER_RANK is, and the CLUSTER_STEP from one to the next.
 
 static unsigned char* shared_memory() { return here().memory; }
 static u32 address(const void* p) { return (unsigned char*)p - here().memory; }
@@ -49,7 +50,12 @@ static void arrive_in(Block& block, u32 at)
     settle(block, at);
 }
 static void arrive(u32 at) { arrive_in(here(), at); }
-static Block& of_cluster(int rank) { return blocks[self->place - blockIdx.x % CLUSTER + rank]; }
+#ifndef CLUSTER_RANK
+#define CLUSTER_RANK (blockIdx.x % CLUSTER)
+#define CLUSTER_STEP 1
+#endif
+static Block& of_cluster(int rank) { return blocks[self->place + (rank - CLUSTER_RANK) * CLUSTER_STEP]; }
+static void arrive_at(u32 at, u32 rank) { arrive_in(of_cluster(rank), at); }
 static void cluster_meets() { meet(of_cluster(0).cluster, CLUSTER * THREADS, races::CLUSTER_BARRIER); }
 static void expect(u32 at, u32 bytes)
 {
