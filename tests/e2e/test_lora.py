@@ -12,7 +12,9 @@ import transformers
 from safetensors.torch import load_file
 
 from adapters import merged, random_adapter, random_pairs, write_adapter
+from draftloop.engine import build
 from draftloop.engine.llm import LLM
+from draftloop.engine.memory import MemoryLedger
 from draftloop.errors import ConfigError, RequestError
 from draftloop.request import LoRARequest
 from example_drafters import example_configs
@@ -239,6 +241,16 @@ def test_a_quantised_model_has_adapters_too(device: str, quantization: str, tmp_
     assert base == same
     assert all(one != own for one, own in zip(base, other, strict=True))
     llm.close()
+
+
+def test_adapters_count_as_weights_and_are_made_before_a_drafter_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one that does not fit costs nobody the time for the drafter's weights."""
+    seen: list[str] = []
+    lap, make = MemoryLedger.lap, build.Adapters
+    monkeypatch.setattr(MemoryLedger, "lap", lambda self, part: (seen.append(part), lap(self, part))[1])
+    monkeypatch.setattr(build, "Adapters", lambda *given: (seen.append("adapters"), make(*given))[1])
+    make_engine(enable_lora=True, lora_modules=(f"one={one()}",)).close()
+    assert seen[:3] == ["adapters", "weights", "drafter"]
 
 
 def test_an_engine_without_adapters_has_none_of_it() -> None:

@@ -64,6 +64,17 @@ def test_the_second_process_finds_what_the_first_has_made(fresh: Path, monkeypat
 
 
 @NEEDS_COMPILER
+def test_another_header_gets_its_own(quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = tmp_path / "sources"
+    shutil.copytree(build.SOURCE.parent, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    monkeypatch.setattr(build, "SOURCE", sources / build.SOURCE.name)
+    first = build.build(quick)
+    with (sources / "vectors.h").open("a") as header:
+        header.write("// changed\n")
+    assert build.build(quick) != first
+
+
+@NEEDS_COMPILER
 def test_other_flags_or_another_machine_get_their_own(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {build.build(quick).name}
     monkeypatch.setattr(build, "_cpu", lambda: "another processor")

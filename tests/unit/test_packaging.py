@@ -33,6 +33,8 @@ NEEDED = (
     "draftloop/graphs/loop.cu",
     "draftloop/kernels/cuda/streamed_pass.cu",
     "draftloop/kernels/cuda/attention.cuh",
+    "draftloop/kernels/native/kernels.c",
+    "draftloop/kernels/native/vectors.h",
     "draftloop/bench/prompts/mt_bench.jsonl",
     "draftloop/shipped/smollm2-135m-eagle3/model.safetensors",
 )

@@ -136,23 +136,23 @@ def build(
     progress: bool,
 ) -> Engine:
     """An engine of settings that have been checked."""
+    layout = Layout.of(config, model_config, resolved, ranks)
+    drafter = make_drafter(config, source, model_config, resolved, layout, ranks)
     start = _Start(
         config=config,
         source=source,
         model_config=model_config,
         resolved=resolved,
         ranks=ranks,
-        layout=Layout.of(config, model_config, resolved, ranks),
+        layout=layout,
         ledger=MemoryLedger(ranks.device, config.gpu_memory_utilization),
         clock=clock,
         show=progress and config.use_tqdm_on_load,
     )
-    drafter = make_drafter(config, source, model_config, resolved, start.layout, ranks)
     acceptance = Acceptance.of(config.speculation, drafter)
     clock.lap("resolve")
 
-    model = _load_weights(start, drafter)
-    adapters = Adapters(model, config) if config.enable_lora else None
+    model, adapters = _load_weights(start, drafter)
     memory = _make_memory(start, drafter)
     processors = load_logits_processors(
         config.logits_processors,
@@ -210,8 +210,8 @@ def build(
     return engine
 
 
-def _load_weights(start: _Start, drafter: Drafter | None) -> Decoder:
-    """The target's and the drafter's."""
+def _load_weights(start: _Start, drafter: Drafter | None) -> tuple[Decoder, Adapters | None]:
+    """The target with its adapters, and the drafter's."""
     config, model_config, layout, ledger = start.config, start.model_config, start.layout, start.ledger
     # what is quantised, shared between engines, or laid out by transformers' code is not known before it is there
     is_plain = model_config.quantisation is None and config.quantization is None and start.ranks.engines is None
@@ -232,13 +232,14 @@ def _load_weights(start: _Start, drafter: Drafter | None) -> Decoder:
     if isinstance(model, DenseDecoder) and model.final_norm.is_cuda:
         passes = describe(model.decoder_layers, model.backend, model.final_norm.device)
         logger.info("passes of few tokens: %s", passes)
+    adapters = Adapters(model, config) if config.enable_lora else None
     ledger.lap("weights")
     if drafter:
         drafter.borrow(model)
         drafter.load(progress=start.show)
     ledger.lap("drafter")
     start.clock.lap("weights")
-    return model
+    return model, adapters
 
 
 def _make_memory(start: _Start, drafter: Drafter | None) -> _Memory:

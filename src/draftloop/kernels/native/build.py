@@ -1,4 +1,4 @@
-"""Compiles kernels.c for this machine when it is first needed, and keeps the result.
+"""Compiles kernels.c, and the headers beside it, for this machine when it is first needed, and keeps the result.
 
 It takes a second once. Without a C compiler everything still works, by torch's own operators.
 """
