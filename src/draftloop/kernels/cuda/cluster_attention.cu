@@ -8,8 +8,7 @@
 // as it lies in registers. Sums are added up in a fixed order.
 //
 // cluster_attention.py defines GROUP, HEAD_DIM, PAGE_SIZE, ROW_TILES (of 16 queries), WARPS, STAGES and CLUSTER
-// (splits).
-// A grid is splits by key/value heads by rows.
+// (splits). A grid is splits by key/value heads by rows.
 #include "instructions.cuh"
 
 constexpr int BLOCK_THREADS = WARPS * 32, KEY_WARPS = WARPS / ROW_TILES, QUERIES = ROW_TILES * 16;
@@ -17,7 +16,7 @@ constexpr int STAGE_KEYS = 64, KEYS = STAGE_KEYS / KEY_WARPS, KEY_TILES = KEYS /
 constexpr int UNIT = 16;                                                            // keys that splits begin at
 constexpr int CHUNKS = HEAD_DIM / 8, DIM_TILES = HEAD_DIM / 8, DIM_STEPS = HEAD_DIM / 16;  // chunks: of 16 bytes
 constexpr int HALF_BYTES = STAGE_KEYS * HEAD_DIM * 2, STAGE_BYTES = 2 * HALF_BYTES;  // keys, then values
-constexpr int QUERY_BYTES = QUERIES * HEAD_DIM * 2, SUMS_BYTES = WARPS * 16 * 8;
+constexpr int QUERY_BYTES = QUERIES * HEAD_DIM * 2;
 constexpr int PARTIALS = CLUSTER * KEY_WARPS;
 static_assert(WARPS % ROW_TILES == 0 && KEYS % 16 == 0, "a warp has 16 queries and, of a stage, 16 keys or more");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "a row of keys is 8 or 16 chunks");
@@ -80,17 +79,21 @@ __device__ __forceinline__ void ask_for(const Attention& a, const Keys& keys, in
     commit_copies();  // of nothing too: whoever waits counts
 }
 
+// Where a query's dimensions begin in [T, H], and those of what it finds.
+__device__ __forceinline__ long long row_of(const Attention& a, int query)
+{
+    const int token = query / GROUP, head = blockIdx.y * GROUP + query % GROUP;
+    return (blockIdx.z * (long long)a.query_len + token) * (gridDim.y * GROUP) + head;
+}
+
 // Rounded as they came; of queries that are none, zeros.
 __device__ __forceinline__ void take_queries(const Attention& a, unsigned char* to)
 {
     #pragma unroll
     for (int i = 0; i < QUERIES * CHUNKS / BLOCK_THREADS; i++) {
         const int query = (i * BLOCK_THREADS + threadIdx.x) / CHUNKS, chunk = threadIdx.x % CHUNKS;
-        const int token = query / GROUP, head = blockIdx.y * GROUP + query % GROUP;
         uint4 part = make_uint4(0, 0, 0, 0);
-        if (token < a.query_len)
-            part = load_four(a.queries + ((blockIdx.z * (long long)a.query_len + token) * (gridDim.y * GROUP) + head) * CHUNKS +
-                             chunk);
+        if (query < a.query_len * GROUP) part = load_four(a.queries + row_of(a, query) * CHUNKS + chunk);
         *(uint4*)(to + place(query, chunk)) = part;
     }
 }
@@ -216,10 +219,9 @@ __device__ __forceinline__ void combine(const Attention& a, u32 results, u32 sum
             result[2] += share * more.z, result[3] += share * more.w;
         }
         const float scale = weight == 0 ? 0 : __fdividef(1, weight);  // padding attends to nothing
-        const int token = query / GROUP, head = blockIdx.y * GROUP + query % GROUP;
         uint2 pairs;
         pairs.x = rounded(result[0] * scale, result[1] * scale), pairs.y = rounded(result[2] * scale, result[3] * scale);
-        a.out[((blockIdx.z * (long long)a.query_len + token) * (gridDim.y * GROUP) + head) * FOURS + four] = pairs;
+        a.out[row_of(a, query) * FOURS + four] = pairs;
     }
 }
 
