@@ -54,9 +54,8 @@ docs: $(VENV)/.installed-docs ## build the documents as a site: build/site
 pictures: install-dev browser ## draw docs/pictures anew, from a run and from docs/numbers
 	@$(BIN)/python tools/pictures.py
 
-sbom: install-dev ## what draftloop is installed with here, as CycloneDX: build/sbom.json
-	@mkdir -p build
-	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(BIN)/python
+sbom: install-dev build/sbom-env/.installed ## what draftloop is installed with here, as CycloneDX: build/sbom.json
+	@build/sbom-env/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(BIN)/python
 
 browser: # Chromium, for tests of the page, where it can be had
 	@tools/install_browser.sh
@@ -92,6 +91,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install --quiet --group docs
+	@touch $@
+
+build/sbom-env/.installed: pyproject.toml | $(VENV)/bin/python
+	@$(BIN)/python -m venv build/sbom-env
+	@build/sbom-env/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@build/sbom-env/bin/python -m pip install --quiet --group sbom
 	@touch $@
 
 web/node_modules/.installed: web/package-lock.json

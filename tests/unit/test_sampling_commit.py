@@ -277,10 +277,10 @@ def test_a_captured_graph_accepts_as_eager_does(rule):
 
     def on_gpu() -> RowState:
         here = make_state(draft_vocab=VOCAB)
-        moved = {k: v.to(device) for k, v in vars(here).items() if k != "constraints"}
+        moved = {k: v.to(device) for k, v in vars(here).items() if isinstance(v, torch.Tensor)}
         assert here.constraints is not None
         rules = replace(here.constraints, **{k: v.to(device) for k, v in vars(here.constraints).items()})
-        return RowState(**moved, constraints=rules)
+        return replace(here, **moved, constraints=rules)
 
     eager, captured = on_gpu(), on_gpu()
     rows, logits = ints([0, 1, 2, 3, 4, 4]).to(device), logits_for(6, 3).to(device)

@@ -20,9 +20,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING
 
@@ -226,14 +228,29 @@ def _send_soon(connection: Connection) -> None:
 def _accept(listener: Listener, count: int, processes: list[subprocess.Popen]) -> list[Connection]:
     """The connections of ranks 1 and on, in their order."""
     found: dict[int, Connection] = {}
+    given_up = threading.Event()
 
     def accept() -> None:
-        while len(found) < count:
-            connection = listener.accept()
-            found[pickle.loads(connection.recv_bytes())] = connection
+        while len(found) < count and not given_up.is_set():
+            with suppress(AuthenticationError, EOFError, OSError):  # a stranger, who does not know the secret
+                connection = listener.accept()
+                found[pickle.loads(connection.recv_bytes())] = connection
 
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
+    try:
+        _wait_for(thread, processes, lambda: sorted({*range(1, count + 1)} - found.keys()))
+    finally:
+        if thread.is_alive():  # left alone it would wait at a number that is another file's once the listener is closed
+            given_up.set()
+            with suppress(OSError):
+                Client(listener.address).close()
+            thread.join(1)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _wait_for(thread: threading.Thread, processes: list[subprocess.Popen], missing: Callable[[], list[int]]) -> None:
+    """Until it ends. Raises RankError where a process does so before, or `START_S` are over."""
     end = time.monotonic() + START_S
     while thread.is_alive():
         thread.join(0.05)
@@ -241,6 +258,4 @@ def _accept(listener: Listener, count: int, processes: list[subprocess.Popen]) -
             if (code := process.poll()) is not None:
                 raise RankError(f"rank {rank} has ended before it began (exit code {code}); see its own output")
         if time.monotonic() > end:
-            missing = sorted({*range(1, count + 1)} - found.keys())
-            raise RankError(f"ranks {missing} have not come within {START_S:.0f} s; see their own output")
-    return [found[rank] for rank in sorted(found)]
+            raise RankError(f"ranks {missing()} have not come within {START_S:.0f} s; see their own output")
