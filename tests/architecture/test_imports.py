@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import resource
 import subprocess
@@ -52,3 +53,8 @@ def test_exports_exist():
         assert getattr(draftloop, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         draftloop.LMM  # noqa: B018
+
+
+def test_what_rays_processes_import_compiles_no_grammar():
+    """With this package, which tools for SBOMs want, jsonschema compiles one for 3 s in each of some ten processes."""
+    assert importlib.util.find_spec("rfc3987_syntax") is None, "install such tools apart, as `make sbom` does"

@@ -103,7 +103,7 @@ def test_every_drafter_says_what_it_can_do(name):
 def test_greedy_text_is_that_of_the_plain_engine(name, index, mode):
     """Of seven rows that end one after the other, and of one."""
     llm = drafting(name, index, cudagraph_mode=mode.value)
-    for poison, lengths in ((True, (24, 3, 15, 3, 18, 6, 9)), (False, (12,))):
+    for poison, lengths in ((True, (16, 3, 10, 3, 12, 6, 8)), (False, (12,))):
         llm.engine.table.poison = poison
         asked = prompts(len(lengths))
         texts = [expected(name, prompt, length) for prompt, length in zip(asked, lengths, strict=True)]
@@ -117,8 +117,8 @@ def test_chunked_prompts_beside_decoding_rows(name, index, overlap):
     """Prompts of 1 to 20 tokens, 24 tokens of budget: they are cut while others decode, at either depth."""
     llm = drafting(name, index, async_scheduling=overlap, max_num_batched_tokens=24, cudagraph_mode="FULL", poison=True)
     asked = prompts(12)
-    outputs = llm.generate(asked, [greedy(4 + 2 * i) for i in range(12)])
-    assert answers(outputs) == [expected(name, p, 4 + 2 * i) for i, p in enumerate(asked)]
+    outputs = llm.generate(asked, [greedy(4 + i) for i in range(12)])
+    assert answers(outputs) == [expected(name, p, 4 + i) for i, p in enumerate(asked)]
     assert_all_free(llm)
 
 

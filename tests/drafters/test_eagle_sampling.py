@@ -95,7 +95,7 @@ def test_whoever_draws_its_drafts_is_tested_for_the_targets_distribution():
 def test_sampled_text_has_the_targets_distribution(method, index, place):
     """The token at a place from 1 on may be a draft. The head is poor, so most of what is accepted, and all of what
     replaces the rest, depends on its probabilities being right."""
-    prompt, count, temperature = prompts(2)[1] if place == 1 else [7], 3000, 6.0
+    prompt, count, temperature = prompts(2)[1] if place == 1 else [7], 2000, 6.0
     llm = engine(
         speculative_config={**example_configs()[method][index], "num_speculative_tokens": 2},
         max_num_seqs=64,

@@ -18,8 +18,8 @@ from draftloop.models.resolve import SHIPPED
 
 PIN = Path(__file__).parent / "golden" / "smollm2_eagle3_acceptance.json"
 TARGET, HEAD, NUM_DRAFTS = "smollm2-135m", "smollm2-135m-eagle3", 5
-NUM_PROMPTS = {"mt_bench": 7, "humaneval": 7, "gsm8k": 6}
-NUM_TOKENS = 40
+NUM_PROMPTS = {"mt_bench": 4, "humaneval": 4, "gsm8k": 4}
+NUM_TOKENS = 32
 
 
 def measure() -> dict[str, Any]:

@@ -93,7 +93,7 @@ def phase_by_phase(name: str, index: int, temperature: float) -> list[list[int]]
 
 
 def seven(temperature: float) -> list[SamplingParams]:
-    return [SamplingParams(temperature=temperature, seed=7, max_tokens=4 + 2 * i) for i in range(7)]
+    return [SamplingParams(temperature=temperature, seed=7, max_tokens=4 + i) for i in range(7)]
 
 
 @pytest.mark.parametrize(

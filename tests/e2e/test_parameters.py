@@ -213,7 +213,7 @@ def same(one: CompletionOutput, other: CompletionOutput) -> None:
         assert next(iter(mine.values())).logprob == pytest.approx(next(iter(theirs.values())).logprob, abs=2e-3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(batch=batches())
 def test_whatever_is_drafted_every_token_is_what_the_request_asked_for(batch):
     llm = judged_engine()
@@ -231,7 +231,7 @@ def test_whatever_is_drafted_every_token_is_what_the_request_asked_for(batch):
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-@settings(max_examples=25)
+@settings(max_examples=18)
 @given(batch=batches())
 def test_whole_steps_and_loops_of_them_do_what_the_request_asked_for(rule, batch):
     spec = {**near_drafter(), "rejection_sample_method": rule}

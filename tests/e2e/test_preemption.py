@@ -89,7 +89,7 @@ def test_drafts_are_as_good_as_if_nothing_had_been(name, index):
 
     def run(every: int) -> tuple[dict, list]:
         core.reset_prefix_cache()
-        made = [core.add(f"{every}-{i}", prompt, greedy(16, seed=7)) for i, prompt in enumerate(asked)]
+        made = [core.add(f"{every}-{i}", prompt, greedy(12, seed=7)) for i, prompt in enumerate(asked)]
         steps = iter(range(1000))
 
         def preempt() -> None:

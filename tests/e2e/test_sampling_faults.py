@@ -108,12 +108,12 @@ PENALTIES = {
 def test_b27_penalties_have_their_effect_whoever_drafts(drafter):
     """And the same through single phases, through a whole step as one graph, and beside rows that have none."""
     asked = prompts(5)
-    params = [greedy(14, **PENALTIES[name], logprobs=1) for name in PENALTIES] + [greedy(14)]
+    params = [greedy(10, **PENALTIES[name], logprobs=1) for name in PENALTIES] + [greedy(10)]
     spec = DRAFTERS[drafter]
     folder = example_target(spec)
     plain = engine(folder).generate(asked, params)
     texts = answers(plain)
-    changed = [text for text, prompt in zip(texts[:4], asked, strict=False) if text != oracle(prompt, 14, model=folder)]
+    changed = [text for text, prompt in zip(texts[:4], asked, strict=False) if text != oracle(prompt, 10, model=folder)]
     assert len(changed) >= 2, "penalties that matter"
     on_host = DRAFTER_TYPES[drafter].on_host
     whole = {} if on_host else {"iteration_graph": True, "async_scheduling": True}
@@ -126,7 +126,7 @@ def test_b27_penalties_have_their_effect_whoever_drafts(drafter):
             for output in (mine, theirs)
         )
         torch.testing.assert_close(raw, exact, atol=2e-3, rtol=0)
-    without = [greedy(14, **PENALTIES[name]) for name in PENALTIES] + [greedy(14)]
+    without = [greedy(10, **PENALTIES[name]) for name in PENALTIES] + [greedy(10)]
     llm.reset_graph_counts()
     assert answers(llm.generate(asked, without)) == texts, "without logprobs, whole steps"
     if not (on_host or llm.engine.drafter.observes):

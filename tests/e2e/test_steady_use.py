@@ -63,11 +63,11 @@ def test_graphs_and_memory_stay_as_they_are_over_many_requests(device):
         return sum(entry.program is not None for _, entry in table._captured.items()), reserved, kept
 
     # prompts that are found again run in other batches than those that are not
-    for asked, params in (requests(40), requests(60), requests(60, longest=6), requests(60, longest=6)):
+    for asked, params in (requests(30), requests(40), requests(40, longest=6), requests(40, longest=6)):
         llm.generate(asked, params)
     before = standing()
     for _ in range(2):
-        llm.generate(*requests(60, longest=6))
+        llm.generate(*requests(40, longest=6))
     assert standing() == before
     assert device == "cpu" or not any(llm.get_graph_report().eager_runs.values()), "prompts are eager on a CPU"
 

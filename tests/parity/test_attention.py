@@ -53,7 +53,7 @@ RAGGED = ((1, 17), (5, 33), (3, 3), (0, 0), (2, 0), (37, 50), (1, 80), (1, 60))
 
 
 @NAMES
-@pytest.mark.parametrize("window", [None, 1, 5, 33])
+@pytest.mark.parametrize("window", [None, 1, 33])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "block"])
 @pytest.mark.parametrize("lens", [UNIFORM, RAGGED], ids=["uniform", "ragged"])
 def test_masks(
@@ -100,10 +100,10 @@ def test_heads_have_sinks(
 
 @NAMES
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-@pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=["group1", "group4", "group8"])
-def test_groups_and_pages(name: str, device: torch.device, kv_heads: int, page_size: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 1)], ids=["group1", "group4", "group8"])
+def test_groups_and_pages(name: str, device: torch.device, heads: int, kv_heads: int, page_size: int) -> None:
     lens = ((3, 2 * page_size + 1), (3, 2 * page_size), (3, page_size - 1))
-    check(name, Case(lens=lens, heads=8, kv_heads=kv_heads, page_size=page_size, uniform=True), device)
+    check(name, Case(lens=lens, heads=heads, kv_heads=kv_heads, page_size=page_size, uniform=True), device)
 
 
 @NAMES

@@ -15,7 +15,7 @@ def test_schemathesis_finds_no_answer_that_the_schema_does_not_name(tmp_path):
     program = "from schemathesis.cli import schemathesis; schemathesis()"
     with running(*EAGER, limits=LIMITS) as server:
         url = f"{server.url}/openapi.json"
-        options = f"--checks {CHECKS} --phases coverage,fuzzing --max-examples 5 --generation-deterministic --no-color"
+        options = f"--checks {CHECKS} --phases coverage,fuzzing --max-examples 3 --generation-deterministic --no-color"
         command = [sys.executable, "-c", program, "run", url, *options.split()]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout

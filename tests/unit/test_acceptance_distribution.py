@@ -163,6 +163,7 @@ DRAFTS = {
 RULES = {"standard": accept_sampled_rows, "block": accept_block_rows}
 
 
+@pytest.mark.cases(where=lambda draft, depth: depth == 3 or draft == "sampled")
 @pytest.mark.parametrize(("rule", "depth"), [("standard", 1), ("standard", 3), ("block", 3)])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_emitted_tokens_follow_the_target(rule, draft, depth):
