@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from draftloop.cli import main
 from draftloop.models import smollm2
 from draftloop.models.loader import ModelSource, eos_token_ids, load_config, load_tokenizer, resolve_model
 
@@ -54,3 +55,15 @@ def test_tokenizer_splits_digits_and_keeps_special_tokens_whole(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
     )
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_conversation_through_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second question means nothing without the first."""
+    lines = iter(["What is the capital of France?", "And of Italy?", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    main(["chat", "smollm2-135m", "--temperature", "0", "--max-tokens", "12", "--max-model-len", "256"])
+    said = capsys.readouterr().out
+    assert "Paris" in said
+    assert "Rome" in said

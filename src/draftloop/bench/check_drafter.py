@@ -17,10 +17,11 @@ import torch
 from draftloop.bench.prompts import NAMES, load_prompts
 from draftloop.config.engine import EngineConfig
 from draftloop.drafters.files import find_checkpoint, read_shapes
-from draftloop.drafters.kinds import kind_of, plain_name
+from draftloop.drafters.kinds import READ, kind_of, plain_name
 from draftloop.engine.llm import LLM
 from draftloop.errors import ConfigError
-from draftloop.models.resolve import LoadFormat, read_json
+from draftloop.models.config_file import read_config
+from draftloop.models.resolve import LoadFormat
 from draftloop.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Verdict:
 def method_of(drafter: str, revision: str | None = None, *, load_format: LoadFormat = "auto") -> str:
     """The speculative method that a checkpoint looks made for. Raises ConfigError where nothing tells."""
     folder = find_checkpoint(drafter, revision, load_format=load_format)
-    config, shapes = read_json(folder / "config.json"), read_shapes(folder)
+    config, shapes = read_config(folder, *READ), read_shapes(folder)
     kind = kind_of(config, map(plain_name, shapes))
     if kind is None:
         said = ", ".join(f"{key} {config[key]!r}" for key in ("architectures", "model_type") if config.get(key))

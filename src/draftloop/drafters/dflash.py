@@ -32,7 +32,7 @@ from draftloop.drafters.write import WriteOptions, write_block
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Cost, Launch, Phase, Slot, Unit
 from draftloop.kvcache.rows import RowState
-from draftloop.models.resolve import read_json
+from draftloop.models.config_file import read_config
 
 
 class BlockDrafter(HeadDrafter[DFlashConfig]):
@@ -70,7 +70,7 @@ class BlockDrafter(HeadDrafter[DFlashConfig]):
         self.mask_C = None if self.folder is None else read_mask_embedding(self.folder)
         if self.folder is not None:
             found, self.names = parse(
-                read_json(self.folder / "config.json"),
+                read_config(self.folder),
                 read_shapes(self.folder),
                 method=self.method,
                 name=name,

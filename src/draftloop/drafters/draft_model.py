@@ -23,15 +23,15 @@ from draftloop.attention.registry import attention_backend
 from draftloop.config.speculative import SpeculativeConfig
 from draftloop.drafters.base import Drafter, Rounds, Target, count_name, describe_limit, draft_group, sampled_name
 from draftloop.drafters.files import read_shapes
-from draftloop.drafters.kinds import check_kind, plain_name
+from draftloop.drafters.kinds import READ, check_kind, plain_name
 from draftloop.drafters.write import write_next
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
+from draftloop.models.config_file import read_config
 from draftloop.models.decoder import Decoder, LayerCaches, attention_shapes, cache_specs
 from draftloop.models.loader import load_config, load_model, resolve_model
-from draftloop.models.resolve import read_json
 from draftloop.models.shards import share
 from draftloop.models.vocabulary import same_tokenizer
 
@@ -82,7 +82,7 @@ class DraftModelDrafter(Drafter):
         folder = self.source.folder
         if folder is not None and any(folder.glob("*.safetensors")):
             names = map(plain_name, read_shapes(folder))
-            check_kind("draft_model", read_json(folder / "config.json"), names, name=str(self.spec.model))
+            check_kind("draft_model", read_config(folder, *READ), names, name=str(self.spec.model))
 
     def _check_vocabulary(self) -> None:
         ours, theirs = self.config.vocab_size, self.target.vocab_size

@@ -18,7 +18,7 @@ from draftloop.drafters.files import read_shapes
 from draftloop.drafters.locate import locate
 from draftloop.drafters.pairs import PairDrafter
 from draftloop.drafters.tree import check_width
-from draftloop.models.resolve import read_json
+from draftloop.models.config_file import read_config
 
 
 class EagleBase(PairDrafter[EagleConfig, EagleHead]):
@@ -46,7 +46,7 @@ class EagleBase(PairDrafter[EagleConfig, EagleHead]):
         name, target = str(self.spec.model), self.target
         found, self.folder = locate(self.spec, target, HEAD_PRESETS, method=self.method)
         if self.folder is not None:
-            config = read_json(self.folder / "config.json")
+            config = read_config(self.folder)
             found, self.names = parse(config, read_shapes(self.folder), method=self.method, name=name)
         assert found is not None
         check_target(found, name, target.config, target.name)

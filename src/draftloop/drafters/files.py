@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from draftloop.errors import ConfigError
+from draftloop.models.config_file import read_config
 from draftloop.models.quantisation import read_quantisation
-from draftloop.models.resolve import LoadFormat, check_folder, read_json, resolve_model, weight_files
+from draftloop.models.resolve import LoadFormat, check_folder, resolve_model, weight_files
 from draftloop.models.tensors import Shape, Tensors, open_tensors
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -32,7 +33,7 @@ def read_shapes(folder: Path) -> dict[str, Shape]:
 def open_weights(folder: Path) -> Generator[Tensors]:
     """The tensors by their names in the files. Raises ConfigError."""
     pickle = only_pickle(folder)
-    settings = read_json(folder / "config.json").get("quantization_config")
+    settings = read_config(folder, "quantization_config").get("quantization_config")
     with open_tensors([pickle] if pickle else weight_files(folder), read_quantisation(settings)) as tensors:
         yield tensors
 

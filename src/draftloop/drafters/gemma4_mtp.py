@@ -30,8 +30,8 @@ from draftloop.drafters.write import write_next
 from draftloop.errors import ConfigError
 from draftloop.graphs.phase import GraphMode, Launch, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.rows import RowState
+from draftloop.models.config_file import read_config
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder, LayerCaches
-from draftloop.models.resolve import read_json
 
 
 class Gemma4MtpDrafter(Drafter):
@@ -55,7 +55,7 @@ class Gemma4MtpDrafter(Drafter):
         if spec.model is None:
             raise ConfigError(f"speculative method {METHOD!r} needs 'model', the folder or hub id of an assistant")
         self.folder = find_checkpoint(spec.model, spec.revision)
-        config = read_json(self.folder / "config.json")
+        config = read_config(self.folder)
         self.config, self.names = parse(config, read_shapes(self.folder), name=spec.model)
         self.target_config = check_target(self.config, spec.model, target.config, target.name)
         self.longest = self.length_limit(self.config.model.max_position_embeddings)

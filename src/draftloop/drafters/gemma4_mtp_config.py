@@ -98,9 +98,9 @@ def parse(
     ordered = bool(config.get("use_ordered_embeddings", False))
     assistant = Gemma4AssistantConfig(
         model=model,
-        target_hidden_size=config.get("backbone_hidden_size", 1536),
-        num_centroids=config.get("num_centroids", 2048) if ordered else 0,
-        num_nearest=config.get("centroid_intermediate_top_k", 32) if ordered else 0,
+        target_hidden_size=config.get("backbone_hidden_size") or 1536,
+        num_centroids=(config.get("num_centroids") or 2048) if ordered else 0,
+        num_nearest=(config.get("centroid_intermediate_top_k") or 32) if ordered else 0,
     )
     if ordered and (model.vocab_size % assistant.num_centroids or assistant.num_nearest > assistant.num_centroids):
         raise ConfigError(

@@ -40,6 +40,10 @@ def plain_name(name: str) -> str:
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
+READ = ("speculators_model_type", "architectures", "model_type", "dflash_config")
+"""What of config.json tells."""
+
+
 def kind_of(config: Mapping[str, Any], plain_names: Iterable[str]) -> str | None:
     """The method, a key of `KINDS`, that a checkpoint was made for; None where nothing tells.
 

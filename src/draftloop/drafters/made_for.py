@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from draftloop.models.config_file import read_config
 from draftloop.models.fingerprint import fingerprint
-from draftloop.models.resolve import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def warn_of_other_target(folder: Path | None, target: Path | None, *, name: str,
     """
     if folder is None or target is None:
         return
-    made_for = read_json(folder / "config.json").get(TARGET_KEY)
+    made_for = read_config(folder, TARGET_KEY).get(TARGET_KEY)
     if not made_for or not made_for.get("fingerprint"):
         return
     if (found := fingerprint(target)) != made_for["fingerprint"]:

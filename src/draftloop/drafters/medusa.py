@@ -31,9 +31,9 @@ from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Cost, Launch, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kernels.linear import linear
 from draftloop.kvcache.rows import RowState
+from draftloop.models.config_file import read_config
 from draftloop.models.decoder import FINAL_HIDDEN, Decoder
 from draftloop.models.layers import parameter
-from draftloop.models.resolve import read_json
 
 
 class MedusaHeads(torch.nn.Module):
@@ -119,7 +119,7 @@ class MedusaDrafter(Drafter):
             assert preset is not None
             self.config = preset
         else:
-            config = read_json(self.folder / "config.json")
+            config = read_config(self.folder)
             self.config, self.names = parse(config, read_shapes(self.folder), name=str(spec.model))
         check_target(self.config, str(spec.model), target.config, target.name)
         if self.num_drafts > self.config.num_heads:

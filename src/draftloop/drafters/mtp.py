@@ -24,9 +24,9 @@ from draftloop.errors import ConfigError
 from draftloop.graphs.phase import Phase
 from draftloop.kvcache.pool import CacheSpec
 from draftloop.kvcache.rows import RowState
+from draftloop.models.config_file import read_config
 from draftloop.models.decoder import FINAL_HIDDEN
 from draftloop.models.dense import cache_spec
-from draftloop.models.resolve import read_json
 
 
 class MtpDrafter(PairDrafter[MtpConfig, MtpModule]):
@@ -63,7 +63,7 @@ class MtpDrafter(PairDrafter[MtpConfig, MtpModule]):
             self.module_names = [{}]
             return of_target(target.config)
         self.folder = target.folder
-        config = read_json(target.folder / "config.json")
+        config = read_config(target.folder)
         found, self.module_names = parse(config, read_shapes(target.folder), target=target.config, name=target.name)
         return found
 

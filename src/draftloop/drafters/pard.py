@@ -20,7 +20,7 @@ from draftloop.drafters.masks import mask_token, masked_block, num_slots
 from draftloop.drafters.write import write_block
 from draftloop.graphs.phase import ALL_MODES, GraphMode, Launch, Pad, Phase, Slot, Unit, rows_slot
 from draftloop.kvcache.rows import RowState
-from draftloop.models.resolve import read_json
+from draftloop.models.config_file import read_config
 
 
 class PardDrafter(DraftModelDrafter):
@@ -33,7 +33,7 @@ class PardDrafter(DraftModelDrafter):
         super().__init__(spec, target)
         self.mask_id = self.config.vocab_size - 1  # of a shape without a checkpoint
         if self.folder is not None:
-            config = read_json(self.folder / "config.json")
+            config = read_config(self.folder)
             self.mask_id = mask_token(config, self.config.vocab_size, name=str(spec.model))
 
     @classmethod

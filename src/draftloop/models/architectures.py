@@ -60,6 +60,13 @@ class Family:
     """What transformers gives to missing keys where it is not what it gives to Llama."""
 
 
+def _needed(hf: Mapping[str, Any], key: str) -> Any:
+    """What has a default where it is missing, but not where it is null."""
+    if hf[key] is None:
+        raise ConfigError(f"{key} is null in the model's config; give it a value, or leave it out")
+    return hf[key]
+
+
 def _bias(hf: Mapping[str, Any], key: str = "attention_bias") -> bool:
     return bool(hf.get(key, False))
 
@@ -104,7 +111,7 @@ def _gemma2(hf: Mapping[str, Any]) -> dict[str, Any]:
         "o_bias": _bias(hf),
         "norms": GEMMA_NORMS,
         "norm_offset": True,
-        "scale": hf["query_pre_attn_scalar"] ** -0.5,
+        "scale": _needed(hf, "query_pre_attn_scalar") ** -0.5,
         "attention_cap": hf.get("attn_logit_softcapping") or 0.0,
         "logit_cap": hf.get("final_logit_softcapping"),
         "embedding_scale": hf["hidden_size"] ** 0.5,
@@ -114,7 +121,7 @@ def _gemma2(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gemma3(hf: Mapping[str, Any]) -> dict[str, Any]:
     found = _gemma2(hf) | {"qk_norm": True} | _windows(hf, _every(hf, hf.get("sliding_window_pattern") or 6))
-    return found | _ropes(hf, found["layer_types"], theta=1e6, local_theta=hf["rope_local_base_freq"])
+    return found | _ropes(hf, found["layer_types"], theta=1e6, local_theta=_needed(hf, "rope_local_base_freq"))
 
 
 def _phi3(hf: Mapping[str, Any]) -> dict[str, Any]:

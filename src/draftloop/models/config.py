@@ -243,18 +243,18 @@ class ModelConfig:
                 raise ConfigError(f"the model's config has no {key!r}, which {architecture} needs")
             return hf[key]
 
-        num_layers, num_heads = need("num_hidden_layers"), need("num_attention_heads")
+        num_layers, num_heads, hidden_size = need("num_hidden_layers"), need("num_attention_heads"), need("hidden_size")
         own = family.read(hf)
         eos = hf.get("eos_token_id")
         fields: dict[str, Any] = {
             "architecture": architecture,
             "vocab_size": need("vocab_size"),
-            "hidden_size": need("hidden_size"),
+            "hidden_size": hidden_size,
             "intermediate_size": need("intermediate_size"),
             "num_layers": num_layers,
             "num_heads": num_heads,
             "num_kv_heads": hf.get("num_key_value_heads") or num_heads,
-            "head_dim": hf.get("head_dim") or need("hidden_size") // num_heads,
+            "head_dim": hf.get("head_dim") or hidden_size // num_heads,
             "max_position_embeddings": need("max_position_embeddings"),
             "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
             "rope": own["rope"] if "rope" in own else read_rope(hf),

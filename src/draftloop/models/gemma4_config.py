@@ -215,9 +215,9 @@ def _layer_types(text: Mapping[str, Any], num_layers: int) -> tuple[LayerType, .
 def _full_layers(text: Mapping[str, Any], kinds: tuple[LayerType, ...]) -> dict[str, int]:
     """How the attention of full layers differs, in either spelling."""
     if per_layer := text.get("per_layer_config"):
-        index = next(i for i, kind in enumerate(kinds) if kind == "full_attention")
+        index = next((i for i, kind in enumerate(kinds) if kind == "full_attention"), None)
         return {key: value for key, value in (per_layer.get(str(index)) or {}).items() if value is not None}
-    found = {"head_dim": text.get("global_head_dim", 512)}
+    found = {"head_dim": text.get("global_head_dim") or 512}
     if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
         found["num_key_value_heads"] = text["num_global_key_value_heads"]
     return found

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftloop.errors import ConfigError
-from draftloop.models.config import ARCHITECTURES, GEMMA4_ARCHITECTURES, ModelConfig
+from draftloop.models.config import GEMMA4_ARCHITECTURES, SUPPORTED, ModelConfig
+from draftloop.models.config_file import check_config, read_config
 from draftloop.models.fallback_config import FallbackConfig, read_fallback_config
 from draftloop.models.gemma4_config import Gemma4Config
 from draftloop.models.presets import PRESETS
@@ -69,19 +70,21 @@ def _own_config(source: ModelSource) -> ModelConfig:
         return PRESETS[source.preset]
     folder = _folder(source)
     check_folder(folder, weights=False)
-    hf = read_json(folder / "config.json")
+    hf = read_config(folder, "architectures")
     names = hf.get("architectures") or []
+    if not any(name in SUPPORTED for name in names):
+        return read_fallback_config(folder, hf)
+    check_config(hf, folder / "config.json")
     if any(name in GEMMA4_ARCHITECTURES for name in names):
         return Gemma4Config.from_hf(hf)
-    if any(name in ARCHITECTURES for name in names):
-        return ModelConfig.from_hf(hf)
-    return read_fallback_config(folder, hf)
+    return ModelConfig.from_hf(hf)
 
 
 def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
     """Ids that end a sequence: those of generation_config.json, else of config.json."""
     if source.folder is not None and (path := source.folder / "generation_config.json").is_file():
-        ids = read_json(path).get("eos_token_id")
+        check_config(values := read_json(path), path)
+        ids = values.get("eos_token_id")
         if ids is not None:
             return (ids,) if isinstance(ids, int) else tuple(ids)
     return load_config(source).eos_token_ids

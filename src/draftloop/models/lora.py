@@ -138,7 +138,7 @@ def read_lora_config(folder: Path, *, max_rank: int) -> LoraConfig:
         need(not settings.get(name), name, "none; merge the adapter into the model's weights instead")
     targets = settings.get("target_modules")
     for module in targets if isinstance(targets, list) else ():
-        if module.rpartition(".")[2] not in MODULES:
+        if not isinstance(module, str) or module.rpartition(".")[2] not in MODULES:
             raise ConfigError(f"target_modules has {module!r} in {path}; supported: {', '.join(MODULES)}")
     rank: Any = settings.get("r")
     alpha: Any = settings.get("lora_alpha", 8)

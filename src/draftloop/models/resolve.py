@@ -145,7 +145,10 @@ def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigError(f"weight_map in {index} must be an object of file names; download the model again")
+    names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing or not names:
         raise ConfigError(

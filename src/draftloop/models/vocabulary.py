@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from draftloop.errors import ConfigError
 from draftloop.models.resolve import read_json
 
 
@@ -23,9 +24,13 @@ def same_tokenizer(ours: Path | None, theirs: Path | None) -> bool:
 
 
 def _tokens_by_id(folder: Path) -> dict[int, str]:
-    file = read_json(folder / "tokenizer.json")
-    vocab = file.get("model", {}).get("vocab", {})
-    if isinstance(vocab, list):  # unigram: [token, score] pairs, the id is the index
-        vocab = {token: index for index, (token, _) in enumerate(vocab)}
-    added = {entry["id"]: entry["content"] for entry in file.get("added_tokens", [])}
-    return {index: token for token, index in vocab.items()} | added
+    path = folder / "tokenizer.json"
+    file = read_json(path)
+    try:
+        vocab = file.get("model", {}).get("vocab", {})
+        if isinstance(vocab, list):  # unigram: [token, score] pairs, the id is the index
+            vocab = {token: index for index, (token, _) in enumerate(vocab)}
+        added = {entry["id"]: entry["content"] for entry in file.get("added_tokens", [])}
+        return {index: token for token, index in vocab.items()} | added
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no tokenizer as tokenizers writes them: {error!r}; download it again") from error

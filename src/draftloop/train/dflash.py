@@ -30,7 +30,7 @@ from draftloop.drafters.files import open_weights, read_shapes
 from draftloop.drafters.fill import target_ids
 from draftloop.errors import ConfigError
 from draftloop.models.config import ModelConfig
-from draftloop.models.resolve import read_json
+from draftloop.models.config_file import read_config
 from draftloop.train.anchors import Anchors
 from draftloop.train.attention import attend_dense, attend_flex
 from draftloop.train.fitting import check_alike, check_draft_vocab_size, choose_aux_layers, copy_stored
@@ -305,7 +305,7 @@ class BlockMethod(Method[BlockOptionsT]):
             torch.save(stored, folder / MASK_EMBEDDING)
 
     def initialise(self, module: nn.Module, folder: Path) -> None:
-        mask_C, config = read_mask_embedding(folder), read_json(folder / "config.json")
+        mask_C, config = read_mask_embedding(folder), read_config(folder)
         if mask_C is not None and not self.options.train_mask_embedding:
             raise ConfigError(f"the drafter in {str(folder)!r} has {MASK_EMBEDDING}; ask for --train-mask-embedding")
         given, names = parse(config, read_shapes(folder), method=self.method, name=str(folder))

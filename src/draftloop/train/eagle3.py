@@ -25,7 +25,7 @@ from draftloop.drafters.eagle_config import EagleConfig, parse
 from draftloop.drafters.files import open_weights, read_shapes
 from draftloop.drafters.fill import target_ids
 from draftloop.models.config import ModelConfig
-from draftloop.models.resolve import read_json
+from draftloop.models.config_file import read_config
 from draftloop.train.attention import chain_attention_dense, chain_attention_flex, document_blocks, document_mask
 from draftloop.train.fitting import check_alike, check_draft_vocab_size, choose_aux_layers, copy_stored
 from draftloop.train.formats import layer_config, speculators_config
@@ -242,7 +242,7 @@ class Eagle3Method(Method[Eagle3Options]):
         return found
 
     def initialise(self, module: nn.Module, folder: Path) -> None:
-        given, names = parse(read_json(folder / "config.json"), read_shapes(folder), method="eagle3", name=str(folder))
+        given, names = parse(read_config(folder), read_shapes(folder), method="eagle3", name=str(folder))
         keys = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_map", "draft_vocab_size")
         num_layers = self.subject.config.num_layers
         check_alike(given, self.head, keys, self.aux_layers, folder=folder, num_layers=num_layers)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from draftloop.errors import ConfigError
+from draftloop.models.config_file import OBJECT, SIZE, TEXT
 from draftloop.models.resolve import read_json
 from draftloop.train.files import write_file
 
@@ -86,6 +87,10 @@ class Documents:
         )
 
 
+_SAID = {"target": TEXT, "revision": TEXT, "vocab_size": SIZE, "settings": OBJECT}
+"""By the manifest of a recording."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """A folder of documents of one target. Documents can be added by any number of runs, one after the other; by
@@ -119,14 +124,18 @@ class Recording:
 
     @classmethod
     def read(cls, folder: Path) -> Recording:
-        """Raises ConfigError for a folder that holds no recording."""
-        if not (folder / MANIFEST).is_file():
+        """Raises ConfigError for a folder that holds no recording, or one whose manifest does not say what it must."""
+        path = folder / MANIFEST
+        if not path.is_file():
             raise ConfigError(f"{str(folder)!r} holds no recording ({MANIFEST}); name the folder that was recorded to")
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_json(path)
         if manifest.get("format") != FORMAT:
-            raise ConfigError(f"{folder / MANIFEST} has format {manifest.get('format')!r}; it must be {FORMAT!r}")
-        del manifest["format"]
-        return cls(folder=folder, **manifest)
+            raise ConfigError(f"{path} has format {manifest.get('format')!r}; it must be {FORMAT!r}")
+        for key, kind in _SAID.items():
+            if not kind.takes(manifest.get(key)):
+                said = f"{key} is {manifest[key]!r}" if key in manifest else f"there is no {key}"
+                raise ConfigError(f"{said} in {path}; it must be {kind.words}, as the recording had it; record anew")
+        return cls(folder=folder, **{key: manifest[key] for key in _SAID})
 
     def shards(self, seed: int | None = None) -> list[Path]:
         """All shards, or those of runs with this seed."""
