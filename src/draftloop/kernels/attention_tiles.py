@@ -40,12 +40,16 @@ def choose_tiles(
     itemsize: int,
     max_keys: int,
     num_sms: int,
+    kv_itemsize: int = 0,
     invariant: bool = False,
 ) -> Tiles:
     """Static tile sizes and split count. `query_len` 0 means ragged; `max_keys` bounds any row's length.
 
+    `itemsize`: bytes of an element of the queries, and unless `kv_itemsize` says otherwise of the keys.
+
     `invariant`: nothing that sums depend on follows from the batch.
     """
+    many_keys = kv_itemsize == 1 and query_len > 0 and not invariant  # of one byte: more of them at a time
     packed = (query_len or max(1, num_tokens // num_rows)) * group
     if itemsize == 4:
         # no tensor core multiplies fp32 exactly, and the registers hold no larger tiles
@@ -55,7 +59,7 @@ def choose_tiles(
     elif head_dim > 128:
         limit, block_n, num_stages = 64, 32, 2
     else:
-        limit, block_n, num_stages = 64 if query_len else 128, 64, 3
+        limit, block_n, num_stages = 64 if query_len else 128, 128 if many_keys else 64, 3
     if invariant:
         limit = packed = min(limit, 64)
     block_m = max(16, next_power_of_2(group), min(limit, next_power_of_2(packed)))
@@ -77,7 +81,7 @@ def choose_tiles(
             split_blocks=split_blocks,
         )
     room = num_sms * CTAS_PER_SM // max(1, num_blocks * num_kv_heads)
-    if query_len and room > 1:
+    if query_len and room > (MAX_SPLITS if many_keys else 1):
         block_n = min(block_n, 32)  # few programs: the sooner each has its first keys, the better
     num_splits = max(1, min(room, MAX_SPLITS, -(-max_keys // block_n)))
     return Tiles(

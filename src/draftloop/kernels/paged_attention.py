@@ -151,6 +151,9 @@ def _attend_kernel(
         mask=m_live[:, None] & d_live[None, :],
         other=0.0,
     )
+    if k_ptr.dtype.element_ty == tl.float8e4nv and q_ptr.dtype.element_ty == tl.bfloat16:
+        # one instruction makes two of a cache's values float16, exactly; bfloat16 takes four
+        q = q.to(tl.float16)
     for _ in tl.range(begin, end):
         key_live = key < end_key
         if WINDOW > 0:
@@ -311,6 +314,7 @@ def paged_attention_triton(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         itemsize=q_THD.element_size(),
+        kv_itemsize=keys.element_size(),
         max_keys=max_keys,
         num_sms=num_sms,
         invariant=invariant,
