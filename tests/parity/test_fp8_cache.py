@@ -29,6 +29,8 @@ CASE = Case(lens=[(1, 40), (4, 37), (3, 3)], heads=4, kv_heads=2, head_dim=64, p
 @pytest.mark.parametrize("name", ["sdpa", "triton"])
 def test_attention_reads_what_the_cache_holds(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Within rounding what the same backend makes of the same numbers in the model's dtype."""
+    if (name, device.type, dtype) == ("triton", "cpu", torch.bfloat16):
+        dtype = torch.float16  # numpy, and so the interpreter, multiplies no bf16
     q, kv, batch, _ = make(CASE, device, dtype)
     held = to_cache(kv, FP8)
     made = backend(name, CASE, device, dtype)

@@ -194,6 +194,15 @@ def test_a_file_counts_as_many_rows_as_it_holds():
     assert [found.row["batch"] for found in rows] == [1, 8]
 
 
+def test_other_prompts_and_what_changes_results_are_other_measurements():
+    """Neither counts for a goal, and each says what it is."""
+    runs = run("a.json", {}), run("b.json", {"prompt": 8192, "value": 9.0}), run("c.json", {"path": "loop, fp8 cache"})
+    text = page(*runs)
+    assert line(text, EAGLE)[13] == "[json](a.json)"
+    assert "| iteration, prompts of 8192 | 9.00 |" in text
+    assert "| loop, fp8 cache | 6.00 |" in text
+
+
 # ---- figures in prose -----------------------------------------------------------------------
 
 README = NUMBERS.parents[1] / "README.md"

@@ -137,11 +137,14 @@ def _num_gpus(row: Row) -> int:
 
 
 def _path(row: Row) -> str:
-    return row["path"] + (f", {count} GPUs" if (count := _num_gpus(row)) > 1 else "")
+    """And what else makes it another measurement."""
+    gpus = f", {count} GPUs" if (count := _num_gpus(row)) > 1 else ""
+    prompt = row.get("prompt")
+    return row["path"] + gpus + ("" if prompt in (None, PROMPT_TOKENS) else f", prompts of {prompt}")
 
 
 def best_row(goal: Goal, latest: Iterable[Found]) -> Found | None:
-    """Of the paths that a decoding step can take on one GPU, the fastest."""
+    """Of the paths that a decoding step can take on one GPU, where nothing changes what it computes, the fastest."""
     mine = [
         found
         for found in latest
@@ -150,6 +153,7 @@ def best_row(goal: Goal, latest: Iterable[Found]) -> Found | None:
         and found.row.get("prompt") == PROMPT_TOKENS
         and "num_requests" not in found.row
         and _num_gpus(found.row) == 1
+        and "," not in found.row["path"]
     ]
     return min(mine, key=lambda found: found.row["value"], default=None)
 

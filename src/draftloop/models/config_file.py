@@ -77,7 +77,7 @@ _KEYS: Mapping[Kind, str] = {
         speculators_model_type torch_dtype
     """,
     OBJECT: """
-        dflash_config draftloop_target dynamic eagle_config full_attention input_activations quantization_config
+        dflash_config draftloop_target eagle_config full_attention input_activations quantization_config
         rope_parameters rope_scaling sliding_attention sparsity_config text_config transformer_layer_config weights
     """,
     OBJECTS: "config_groups per_layer_config",

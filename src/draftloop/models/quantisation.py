@@ -148,7 +148,10 @@ def _gptq(settings: Mapping[str, Any]) -> Quantisation:
     if (bits := settings.get("bits")) != 4:
         raise unsupported(settings, f"bits is {bits!r}, not 4")
     skipped = []
-    for pattern, change in (settings.get("dynamic") or {}).items():
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise unsupported(settings, f"'dynamic' is {dynamic!r}, not an object")
+    for pattern, change in dynamic.items():
         if not pattern.startswith("-:"):
             raise unsupported(settings, f"'dynamic' changes {pattern!r} to {change!r}; it may leave modules out alone")
         skipped.append(f"re:{pattern[2:]}")
