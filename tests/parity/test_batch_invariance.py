@@ -89,8 +89,9 @@ def test_a_tokens_attention_does_not_depend_on_what_it_came_with(device, window)
                 assert torch.equal(out[-count:], whole[end - count : end]), (dtype, count, copies, end)
 
 
+@pytest.mark.parametrize("kv_itemsize", [1, 2])
 @pytest.mark.parametrize("max_keys", [64, 700, 8192, 131072])
-def test_tiles_follow_from_the_model_alone_and_cover_the_longest_row(max_keys):
+def test_tiles_follow_from_the_model_alone_and_cover_the_longest_row(max_keys, kv_itemsize):
     def tiles(num_tokens: int, num_rows: int, query_len: int):
         found = choose_tiles(
             num_tokens=num_tokens,
@@ -100,6 +101,7 @@ def test_tiles_follow_from_the_model_alone_and_cover_the_longest_row(max_keys):
             num_kv_heads=8,
             head_dim=128,
             itemsize=2,
+            kv_itemsize=kv_itemsize,
             max_keys=max_keys,
             num_sms=132,
             invariant=True,

@@ -11,9 +11,8 @@ MAX_FIXED_SPLITS = 8
 """Where prompts are split as decoding rows are; each takes memory for partial results of all of their tokens."""
 LEAST_FIXED_SPLIT = 512
 """Keys."""
-LONG_ROWS = 4096
-"""Keys that a row may have."""
-LONG_ROWS_SPLITS = 8
+LONG_ROWS, LONG_ROWS_SPLITS = 4096, 8
+"""From so many keys on that a row may have, up to so many splits of it read more keys at a time."""
 CTAS_PER_SM = 2
 """How many programs an SM holds at once with the tiles below; also what hides the latency of loads."""
 
@@ -84,10 +83,9 @@ def choose_tiles(
             split_blocks=split_blocks,
         )
     room = num_sms * CTAS_PER_SM // max(1, num_blocks * num_kv_heads)
-    # few programs: the sooner each has its first keys, the better; but for long rows more keys at a time are
     most = MAX_SPLITS if many_keys else LONG_ROWS_SPLITS if max_keys >= LONG_ROWS else 1
     if query_len and room > most:
-        block_n = min(block_n, 32)
+        block_n = min(block_n, 32)  # few programs: the sooner each has its first keys, the better
     num_splits = max(1, min(room, MAX_SPLITS, -(-max_keys // block_n)))
     return Tiles(
         block_m=block_m,

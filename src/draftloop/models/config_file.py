@@ -92,12 +92,12 @@ _KEYS: Mapping[Kind, str] = {
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 
 
-def read_config(folder: Path, *keys: str) -> dict[str, Any]:
-    """`config.json` of a model or a drafter, of which `keys` are read, or as far as anybody knows all.
+def read_config(folder: Path, *keys: str, name: str = "config.json") -> dict[str, Any]:
+    """A file of a model's or a drafter's folder, of which `keys` are read, or as far as anybody knows all.
 
     Raises ConfigError for no JSON object, naming the file, and as `check_config`.
     """
-    path = folder / "config.json"
+    path = folder / name
     config = read_json(path)
     check_config({key: config[key] for key in keys if key in config} if keys else config, path)
     return config

@@ -54,6 +54,7 @@ __all__ = [
 
 DUMMY_STD = 0.02
 """Standard deviation of random weights; that of an untrained Llama."""
+GENERATION_CONFIG = "generation_config.json"
 
 
 def load_config(source: ModelSource, *, quantization: str | None = None) -> ModelConfig:
@@ -82,9 +83,8 @@ def _own_config(source: ModelSource) -> ModelConfig:
 
 def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
     """Ids that end a sequence: those of generation_config.json, else of config.json."""
-    if source.folder is not None and (path := source.folder / "generation_config.json").is_file():
-        check_config(values := read_json(path), path)
-        ids = values.get("eos_token_id")
+    if source.folder is not None and (source.folder / GENERATION_CONFIG).is_file():
+        ids = read_config(source.folder, "eos_token_id", name=GENERATION_CONFIG).get("eos_token_id")
         if ids is not None:
             return (ids,) if isinstance(ids, int) else tuple(ids)
     return load_config(source).eos_token_ids
@@ -92,7 +92,7 @@ def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
 
 def sampling_defaults(source: ModelSource) -> dict[str, Any]:
     """What generation_config.json says of sampling, by the names of `SamplingParams`."""
-    path = source.folder / "generation_config.json" if source.folder is not None else None
+    path = source.folder / GENERATION_CONFIG if source.folder is not None else None
     if path is None or not path.is_file():
         return {}
     names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
